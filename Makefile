@@ -47,7 +47,7 @@ SIM_READY := $(VENV)/.ready-gpu-sim-$(TORCH_VERSION)-$(TRITON_VERSION)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo fleet mooncake-libs azurite test test-vllm test-sglang test-vllm-matrix check docs format dist soak bench env gpu-sim vllm-mooncake hooks clean
+.PHONY: help demo fleet mooncake-libs azurite test test-vllm test-sglang test-vllm-matrix check docs format dist soak bench env environments gpu-sim vllm-mooncake hooks clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -138,6 +138,8 @@ bench: $(CLI_READY) ## run every benchmark this machine can run
 	done
 
 env: $(DEV_READY) gpu-sim ## make the development environment, and nothing else
+
+environments: env mooncake-libs azurite .venv-vllm/.ready-kvferry $(SGLANG_READY) ## make all that `make test` needs; with -j side by side
 
 hooks: $(DEV_READY) ## run the checks before every git commit
 	@$(BIN)/pre-commit install

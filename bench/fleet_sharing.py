@@ -25,7 +25,7 @@ import numpy as np
 from kvferry.cache.policies import policy_named
 from kvferry.cache.replay import PoolReplay
 from kvferry.settings.eviction import DEFAULT_POLICY
-from kvferry.sim.simulation import Future
+from kvferry.sim.simulation import PreviousUses
 from kvferry.telemetry.traces import TraceReader, TraceRequest
 
 SKIPPED = 77
@@ -44,7 +44,7 @@ class Routed:
 
 def copies(trace: list[TraceRequest], count: int) -> Iterator[Routed]:
     """The trace so many times at once, in the order of time, each copy begun a little later."""
-    conversation, _ = Future.of(trace).continuations()
+    conversation, _ = PreviousUses.of(trace).continuations()
     span = trace[-1].at - trace[0].at
 
     def one(copy: int) -> Iterator[tuple[float, int, Routed]]:

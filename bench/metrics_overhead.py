@@ -172,7 +172,7 @@ def counting_share(decoder: Decoder, chat: Chat) -> tuple[float, int]:
 class Unattended(Mailbox):
     """Answers at once: here no engine comes by that could."""
 
-    def ask(self, work: Callable[..., Any], *args: Any, **_: Any) -> Any:
+    def query(self, work: Callable[..., Any], *args: Any, **_: Any) -> Any:
         return work(*args)
 
 

@@ -15,8 +15,7 @@ from typing import Any
 
 import kvferry.transfer.kernels.launch as launching
 from kvferry.transfer.driver import BATCH_WITHOUT_FAIL_INDEX, Driver
-from kvferry.transfer.kernels.launch import ARGUMENTS
-from kvferry.transfer.paths.kernel import GRID as DIRECT_GRID
+from kvferry.transfer.kernels.launch import ARGUMENTS, MOST_PROGRAMS
 
 BYTES_PER_SECOND = 55e9
 """What one large pinned copy takes on an H200."""
@@ -109,7 +108,7 @@ class StandInLibcuda:
 
     def _launch(self, *arguments: Any) -> int:
         programs, stream, pointers = arguments[1], arguments[8].value, arguments[9]
-        if programs > DIRECT_GRID.programs:
+        if programs > MOST_PROGRAMS:
             return self._queued(stream, KERNEL_SECONDS)
         first, last = (ctypes.c_int32.from_address(pointers[at]).value for at in _ROWS)
         return self._queued(stream, (last - first) * ROW_BYTES / BYTES_PER_SECOND, 0)

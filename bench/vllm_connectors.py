@@ -22,7 +22,7 @@ engine without a connector lives beside each of them on the card. Measured, per 
 The second shape has smaller pages; there only ttft and bytes are measured.
 
 LMCache (LMCacheConnectorV1, in vLLM's process) moves wrong bytes under vLLM 0.26 as it is shipped
-(its issue 4463): ``bytes`` shows it, and its times count only where no block is wrong.
+(LMCache issue 4463): ``bytes`` shows it, and its times count only where no block is wrong.
 
 --quick does a little of each to see that it runs; its figures mean nothing. Needs a CUDA GPU and a
 vLLM that kvferry supports; exits with 77 without.

@@ -162,6 +162,8 @@ class Live:
     done: float = 0.0
     cached_tokens: int = 0
     tokens: list[int] = field(default_factory=list)
+    steps: tuple[int, int] = (0, 0)
+    """Of the engine's steps, the first one of this request and the one after its first token."""
 
 
 class Engine:
@@ -232,6 +234,7 @@ class Engine:
         )
         self._number += 1
         live = self._live[f"r{self._number}"] = Live(prompt, time.perf_counter())
+        live.steps = (len(self.steps_ms),) * 2
         self._engine.add_request(f"r{self._number}", {"prompt_token_ids": prompt}, sampling)
         return live
 
@@ -246,6 +249,7 @@ class Engine:
             live.tokens = list(output.outputs[0].token_ids)
             if live.tokens and not live.first:
                 live.first = time.perf_counter()
+                live.steps = live.steps[0], len(self.steps_ms)
                 live.cached_tokens = output.num_cached_tokens or 0
             if output.finished:
                 live.done = time.perf_counter()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import statistics
 import time
@@ -16,6 +17,9 @@ from connectors.loads import Load, difference, new_tokens, run_load
 from connectors.measuring import Measuring
 
 GROWN_AFTER = 60.0
+
+_collections: list[tuple[float, float]] = []
+"""When Python's garbage collector began, and the milliseconds it took."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,7 @@ class RoundsMeasurer(Measuring):
     def __init__(self, case: RoundsCase) -> None:
         self._case = case
         super().__init__()
+        gc.callbacks.append(_note_collection)
         rng = random.Random(5)
         self._prompts = [new_tokens(rng, case.prompt_tokens) for _ in range(case.num_prompts)]
         self._answers: list[list[int]] = []
@@ -103,11 +108,27 @@ class RoundsMeasurer(Measuring):
         seconds = time.perf_counter() - began
         cached = sum(one.cached_tokens for one in served)
         waits = [1e3 * (one.first - one.added) for one in served]
+        steps = [self.engine.steps_ms[slice(*one.steps)] for one in served]
         return {
             "requests_per_s": len(served) / seconds,
             "gb_per_s": cached * self.engine.shape.token_bytes / seconds / 1e9,
             "cached": cached / sum(len(one.prompt) for one in served),
             "ttft_ms": statistics.median(waits),
             "all_ttft_ms": waits,
+            "steps_ms": steps if num_clients == 1 else [],
+            "collected": collected(began),
             "wrong_answers": wrong,
         }
+
+
+def _note_collection(phase: str, _: dict[str, int]) -> None:
+    if phase == "start":
+        _collections.append((time.perf_counter(), 0.0))
+    else:
+        began, _ms = _collections.pop()
+        _collections.append((began, round(1e3 * (time.perf_counter() - began), 3)))
+
+
+def collected(since: float) -> list[float]:
+    """Milliseconds of each garbage collection since then."""
+    return [ms for began, ms in _collections if began >= since]

@@ -1,13 +1,13 @@
-"""The library's door: from an engine's KV tensors to a ferry for their blocks.
+"""The library's entry point: attach a ferry to an engine's KV tensors.
 
 ::
 
     with kvferry.attach(kv, model="my-model", block_tokens=16, host="1GiB") as ferry:
         keys = ferry.keys(tokens)               # one key per full block, from the first token on
-        hit = ferry.match(keys)                 # pinned: these blocks stay until loaded or released
+        hit = ferry.match(keys)                 # leased: not evicted until loaded or released
         ferry.load(hit, blocks[: len(hit)])     # asynchronous; poll() or wait() says when
         ...compute the rest...
-        ferry.store(keys, blocks)               # asynchronous too; stores only what is new
+        ferry.store(keys, blocks)               # asynchronous too; stores only new blocks
 """
 
 from __future__ import annotations
@@ -48,16 +48,16 @@ def attach(
 ) -> Ferry:
     """Attach to an engine's paged KV tensors (one or more per layer, in layer order).
 
-    ``block_axis`` counts the blocks in every tensor; the tensors are numpy arrays or torch tensors
-    that can be written, all on one device. ``model``, ``revision``, ``overrides`` and ``salt``
-    become part of every key: blocks of another model, revision, rope setting or tenant never match
-    (what differs from request to request goes to :meth:`Ferry.keys`). ``settings`` are those of
-    :class:`Config`, e.g. ``host="8GiB"``; what is not given comes from the environment, a
-    configuration file, or the defaults (see :meth:`Config.load`).
+    ``block_axis`` is the axis that counts blocks, in every tensor. The tensors are writable numpy
+    arrays or torch tensors, all on one device. ``model``, ``revision``, ``overrides`` and ``salt``
+    become part of every key: blocks of another model, revision, rope setting or tenant never match.
+    Whatever differs from request to request goes to :meth:`Ferry.keys`. ``settings`` are those of
+    :class:`Config`, e.g. ``host="8GiB"``. Others come from the environment, a configuration file,
+    or the defaults (see :meth:`Config.load`).
 
-    A model whose layers do not all attend alike has ``groups``, one for each kind of layer that has
-    a block table of its own (:class:`FullAttention`, :class:`SlidingWindow` ...); ``kv`` is then a
-    list with the tensors of each. Without, all layers are full attention in blocks of
+    Layers with different kinds of attention need ``groups``, one for each block table
+    (:class:`FullAttention`, :class:`SlidingWindow` ...); ``kv`` is then a list with the tensors of
+    each group. By default all layers are one group of full attention with blocks of
     ``block_tokens``.
     """
     config = _checked_config(config, settings)
@@ -86,12 +86,12 @@ def attach(
         overrides=overrides,
         salt=salt,
     )
-    lasting = [name for name, where in (("disk", config.disk), ("remote", config.remote)) if where]
-    if lasting and not revision:
+    stores = [name for name, where in (("disk", config.disk), ("remote", config.remote)) if where]
+    if stores and not revision:
         log.warning(
             "%s: blocks there outlive this process and are told apart by the model's name, %s, "
             "alone; give a revision that changes with the weights",
-            " and ".join(lasting),
+            " and ".join(stores),
             model,
         )
     rank = RankMemory.open(layouts, config, gpu=gpu, compute=compute, contents=Contents(namespace))
@@ -147,16 +147,16 @@ def _by_group(kv: Any, groups: Sequence[Group] | None) -> Sequence[Tensors]:
 
 
 def _dtype(tensors: Mapping[str, Any]) -> str:
-    """What the bytes mean, of all tensors: one name, or one for each where they differ."""
+    """Return the dtype of all tensors, or a JSON list of their dtypes if they differ."""
     names = [str(tensor.dtype) for tensor in tensors.values()]
     return names[0] if len(set(names)) == 1 else json.dumps(names)
 
 
 def _gpu_of(named: Sequence[Mapping[str, Any]]) -> int | None:
-    """The GPU that all tensors are on; None for ordinary memory."""
+    """Return the number of the GPU that holds all tensors; None for ordinary memory."""
     places = []
     for name, tensor in (item for tensors in named for item in tensors.items()):
-        kind = getattr(getattr(tensor, "device", None), "type", None)  # numpy's device is a word
+        kind = getattr(getattr(tensor, "device", None), "type", None)  # numpy's device is a str
         places.append(
             (name, f"{kind}:{tensor.device.index or 0}" if kind not in (None, "cpu") else "")
         )

@@ -1,7 +1,7 @@
-"""Every setting of kvferry as one table: its name, its default, what it accepts, what it does.
+"""The table of all settings: name, default, accepted values, help.
 
 A setting is one row of :class:`Config`. Its reader, its environment variable, its line in
-:func:`describe` and its row in the documentation derive from that row, and every source of a value
+:func:`describe` and its row in the documentation derive from that row. Every source of a value
 (arguments, a mapping, a file, the environment) uses the same reader.
 """
 
@@ -72,9 +72,9 @@ _LONGEST_PATH = 300
 ENV_PREFIX = "KVFERRY_"
 
 DISK_KEY_ENV, REMOTE_KEY_ENV = "KVFERRY_DISK_KEY", "KVFERRY_REMOTE_KEY"
-"""Hold the keys as base64 where no file does. They are no settings: they are never shown."""
+"""Variables with encryption keys in base64. They are no settings, so their values are not shown."""
 
-# The file's name, the keys to encrypt with, the copies' debug switch, the tests' own switches.
+# Variables of the prefix that are no settings: config file, keys, debug switch, tests' switches.
 _NOT_A_SETTING = re.compile(rf"({DISK_KEY_ENV}|{REMOTE_KEY_ENV})$|KVFERRY_(CONFIG$|DEBUG$|TEST_)")
 
 # Kubernetes puts these into every pod for each service of its namespace. Beside a service that is
@@ -86,12 +86,12 @@ _SERVICE_URL = re.compile(r"(tcp|udp|sctp)://")
 
 
 def _plain(name: str, most: int) -> str:
-    """A name in a message, as it is, unless it is long or made of something else."""
+    """Return a name for a message: quoted if it is longer than ``most`` or not printable."""
     return name if name.isprintable() and len(name) <= most else quoted(name)
 
 
 def variables(env: Mapping[str, str]) -> dict[str, str]:
-    """The environment variable that sets each setting, by the setting's name."""
+    """Return the environment variable of each setting that has one, by the setting's name."""
     return {
         variable.removeprefix(ENV_PREFIX).lower(): variable
         for variable, value in env.items()
@@ -107,7 +107,7 @@ def _is_setting(name: str, value: str) -> bool:
 
 
 CONFIG_FILE_ENV = "KVFERRY_CONFIG"
-"""Names the file to read where no file is given."""
+"""Variable with the path of the configuration file, if ``Config.load`` is given none."""
 
 REMOVED = {
     "ask_deadline": "use lookup_deadline",
@@ -130,7 +130,7 @@ REMOVED = {
     "copy_path": "kernels copy where they can, else the driver does",
     "overlap_stall": "overlap_loads finds out by itself when a load may overlap",
 }
-"""Settings that are gone, and what replaced them."""
+"""Removed settings, and the advice that an error gives for each."""
 
 T = TypeVar("T")
 
@@ -151,7 +151,7 @@ TIERS = Kind("KIND:OPTIONS, ...|none", read_tiers, show_tiers)
 
 
 def setting(default: T, kind: Kind[T], *, basic: bool = False) -> T:
-    """One row of the table, whose docstring is its help. Most servers want to look at the basic."""
+    """Make one row of the table; its docstring is its help. Most servers need only basic ones."""
     facts = {"kind": kind, "basic": basic}
     return field(default=default, repr=kind is not SECRET, metadata=facts)
 
@@ -160,7 +160,7 @@ def setting(default: T, kind: Kind[T], *, basic: bool = False) -> T:
 class Config:
     """All settings, checked and in normal form: sizes in bytes, times in seconds.
 
-    Owns what may be set, not what is done with it. Frozen; ``dataclasses.replace`` checks again.
+    Owns the values; leaves their use to others. Frozen; ``dataclasses.replace`` checks again.
     """
 
     host: int | Auto = setting(1 * GiB, or_auto(SIZE), basic=True)  # noqa: RUF009
@@ -170,21 +170,21 @@ class Config:
     disk: tuple[str, ...] = setting((), DIRECTORIES, basic=True)
     """Keep blocks in these directories too, one for each drive. Blocks there survive a restart."""
     disk_size: int = setting(64 * GiB, SIZE, basic=True)
-    """The most bytes that kvferry may fill there: all directories, all ranks of this host and all
+    """The most bytes that kvferry may use on disk: all directories, all ranks of this host and all
     models together."""
     disk_keep_free: int = setting(5 * GiB, SIZE_OR_ZERO)
-    """Free space that is left on each of their file systems."""
+    """Free space that kvferry leaves on the file system of each directory."""
     disk_admission: str = setting("all", ADMISSION)
-    """Write every block to disk that host memory is about to drop, or only a block that was
-    requested twice."""
+    """all: write every block to disk that host memory is about to evict. requested-twice: only
+    blocks that were requested twice."""
     disk_write_per_day: int | None = setting(None, optional(SIZE))
     """The most bytes to write to disk in 24 hours; none: no bound."""
     disk_deadline: float = setting(10.0, SECONDS)
-    """A drive without an answer for so long is unavailable until it answers."""
+    """A drive that has not answered for this long is unavailable until it answers."""
     disk_start_deadline: float = setting(5.0, SECONDS)
-    """Start without a drive that is not open after so long. It is attached when it is."""
+    """Start without a drive that takes longer to open. It is attached once it is open."""
     disk_key_file: str | None = setting(None, FILE_NAME)
-    """Encrypt what is on disk with the key in this file: 32 bytes, or their base64."""
+    """Encrypt blocks on disk with the key in this file: 32 bytes, or their base64."""
     tiers: tuple[TierSpec, ...] = setting((), TIERS)
     """Tiers below host memory and below the disk, nearest first. memory:SIZE and memory-by-key:SIZE
     are ordinary memory, for each rank. package.module:factory is a tier of your own."""
@@ -192,46 +192,47 @@ class Config:
     """A store that servers share, below all tiers: s3://BUCKET/PREFIX, gs://BUCKET/PREFIX,
     az://CONTAINER/PREFIX, file:///DIRECTORY or mooncake://MASTER:PORT."""
     remote_admission: str = setting("all", ADMISSION)
-    """Write every block to that store that host memory drops (with tier_write = through: every
-    stored block). Or only a block that was requested twice by then."""
+    """all: write every block to the shared store that host memory evicts (with tier_write =
+    through: every stored block). requested-twice: only blocks that were requested twice by then."""
     remote_key_file: str | None = setting(None, FILE_NAME)
-    """Encrypt what is shared with the key in this file: 32 bytes, or their base64. All servers need
+    """Encrypt shared blocks with the key in this file: 32 bytes, or their base64. All servers need
     the same key."""
     remote_mode: str = setting("read-write", one_of("read-write", "read-only"))
-    """Read that store and write to it, or only read what other servers write."""
+    """Read from the shared store and write to it, or only read the blocks of other servers."""
     remote_ttl: float | None = setting(None, optional(SECONDS))
-    """Remove blocks of every model from a bucket or directory so long after they were written;
-    none: never. One of the servers with this setting does it at a time."""
+    """Remove blocks of every model from a bucket or directory this long after they were written;
+    none: never. Only one server at a time removes blocks."""
     tier_write: str = setting("spill", one_of("spill", "through"))
-    """Copy blocks to the tiers when host memory is about to drop them, or as soon as stored."""
+    """spill: copy blocks to the lower tiers when host memory is about to evict them. through: as
+    soon as they are stored."""
     tier_flush: float = setting(10.0, SECONDS_OR_ZERO)
-    """With spill: how long blocks that only host memory holds are written to disk while the engine
-    is idle, or at the end. 0: not before host memory drops them."""
+    """With spill: the longest time of a flush, while the engine is idle or at the end. A flush
+    writes blocks to disk that only host memory holds. 0: write them only before eviction."""
     policy: str = setting(DEFAULT_POLICY, POLICY, basic=True)
-    """Which blocks make room for others in host memory."""
+    """The eviction policy of host memory."""
     tier_policy: str = setting(DEFAULT_TIER_POLICY, POLICY)
-    """Which blocks make room for others in every tier with slots."""
+    """The eviction policy of every lower tier with slots."""
     block_tokens: int = setting(16, COUNT, basic=True)
     """Tokens in one block."""
     staging_ring: int = setting(64 * MiB, SIZE)
-    """Device memory of the ring through which blocks are stored."""
+    """Device memory of the ring buffer through which blocks are stored."""
     load_deadline: float = setting(30.0, SECONDS)
-    """A load not finished by then is given up."""
+    """Give up a load that takes longer."""
     store_deadline: float = setting(30.0, SECONDS)
-    """A store not finished by then is given up."""
+    """Give up a store that takes longer."""
     match_deadline: float = setting(60.0, SECONDS)
-    """A hit not loaded by then is released."""
+    """Release a hit that was not loaded for this long."""
     promote_deadline: float = setting(10.0, SECONDS)
-    """A fetch from a lower tier not finished by then is given up."""
+    """Give up a promotion from a lower tier that takes longer."""
     lookup_deadline: float = setting(1.0, SECONDS)
-    """A lower tier without an answer to a lookup by then counts as a miss."""
+    """A lower tier that takes longer to answer a lookup counts as a miss."""
     store_threshold: int = setting(1, COUNT)
-    """Store a block only once requests have asked for it this often."""
+    """Store a block only once this many requests have asked for it."""
     load_policy: str = setting("auto", one_of("always", "auto"))
-    """Load hits always, or only where that is expected to beat computing them."""
+    """always: load every hit. auto: only where loading is expected to be faster than computing."""
     overlap_loads: str = setting("auto", one_of("auto", "off"))
-    """Let a request run while its load lands, each layer behind its own part (vLLM only). auto:
-    where no other request runs."""
+    """Let a request run during its load, each layer after its own part of the load (vLLM only).
+    auto: where no other request runs."""
     max_loading_blocks: int | None = setting(None, optional(COUNT))
     """Device blocks that loads may hold at one time; none: seven eighths of the device's."""
     max_storing_blocks: int | None = setting(None, optional(COUNT))
@@ -243,13 +244,13 @@ class Config:
     """Serve metrics and explanations on this port; none: do not serve them. auto: in a server, on
     9475 or the next free port; in the library, once serve_metrics() is called."""
     metrics_host: str = setting("127.0.0.1", ADDRESS)
-    """The address to serve them on; the network reaches all but loopback."""
+    """The address to serve metrics on; the network can reach any but a loopback address."""
     pin_share: float = setting(0.25, SHARE)
     """The part of each tier that pins, TTLs and priorities may hold, at most."""
     tenants: tuple[TenantShare, ...] = setting((), TENANTS)
-    """Which part of host memory, and of a disk or memory below it, each tenant keeps. * is every
-    other tenant. A shared store decides itself what it keeps. A request's tenant is a hint, or its
-    cache salt in vLLM."""
+    """The share of host memory, and of every lower tier with slots, that each tenant keeps. * is
+    every other tenant. A shared store decides itself what it keeps. A request's tenant is a hint,
+    or its cache salt in vLLM."""
     control_token: str | None = setting(None, SECRET)
     """Serve pin, prefetch and drop over HTTP on metrics_port, to calls that carry this secret of at
     least 16 characters; none: do not serve them."""
@@ -257,9 +258,9 @@ class Config:
     """Write requests to this file as a trace for kvferry simulate, without their tokens; none: do
     not."""
     record_size: int = setting(256 * MiB, SIZE)
-    """Bytes of that file and the one before it."""
+    """The most bytes of a recording, which is that file and its predecessor."""
     log_level: str = setting("warning", LOG_LEVEL, basic=True)
-    """The least severe messages to log."""
+    """The lowest severity to log."""
 
     def __post_init__(self) -> None:
         for f in fields(self):
@@ -277,16 +278,16 @@ class Config:
         return join_tiers(self.disk, self.tiers, self.remote)
 
     def disk_key(self, env: Mapping[str, str] | None = None) -> bytes | None:
-        """The key to encrypt with on disk; None without one. ConfigError where it is unusable."""
+        """Return the key that encrypts the disk; None without one. ConfigError if it is invalid."""
         return read_key("disk_key_file", self.disk_key_file, DISK_KEY_ENV, env)
 
     def remote_key(self, env: Mapping[str, str] | None = None) -> bytes | None:
-        """The key that all servers of the shared store have; None without one."""
+        """Return the key that encrypts the shared store; None without one. ConfigError as above."""
         return read_key("remote_key_file", self.remote_key_file, REMOTE_KEY_ENV, env)
 
     @classmethod
     def from_dict(cls, settings: Mapping[str, object]) -> Config:
-        """From names and values; ConfigError for a name that is no setting."""
+        """Return the settings with these values; ConfigError for a name that is no setting."""
         return cls(**_read(settings, "settings"))
 
     @classmethod
@@ -298,11 +299,11 @@ class Config:
         *,
         source: str = "overrides",
     ) -> Config:
-        """From all sources: overrides, then the environment, then the file, then the defaults.
+        """Read all sources: overrides, then the environment, then the file, then the defaults.
 
         Without ``path`` the file is the one ``KVFERRY_CONFIG`` names, if any. An override of None
-        counts as not given (as a command line leaves it); "none" sets None. ``source`` is what an
-        error calls the overrides.
+        counts as not given (as a command line leaves it); "none" sets None. Errors call the
+        overrides ``source``.
         """
         env = os.environ if env is None else env
         path = path if path is not None else env.get(CONFIG_FILE_ENV) or None
@@ -315,7 +316,7 @@ class Config:
 
 @dataclass(frozen=True)
 class Setting:
-    """One setting, described for people: all but ``basic`` is text."""
+    """One setting as text for people; ``basic`` ones are shown first."""
 
     name: str
     env: str
@@ -326,7 +327,7 @@ class Setting:
 
 
 def describe() -> tuple[Setting, ...]:
-    """Every setting with its variable, what it accepts, its default and what it does."""
+    """Return every setting with its variable, accepted values, default and help."""
     words = _helps()
     return tuple(
         Setting(
@@ -343,7 +344,7 @@ def describe() -> tuple[Setting, ...]:
 
 @cache
 def _helps() -> dict[str, str]:
-    """The docstring of each row of the table."""
+    """Return the docstring of each row of the table, by the setting's name."""
     (table,) = ast.parse(inspect.getsource(Config)).body
     assert isinstance(table, ast.ClassDef)
     return {
@@ -354,7 +355,7 @@ def _helps() -> dict[str, str]:
 
 
 def show(name: str, value: object) -> str:
-    """A setting's value as a file or the environment would write it."""
+    """Return a setting's value as a file or the environment would have it."""
     return _kind(name).show(value)
 
 
@@ -363,7 +364,7 @@ def _kind(name: str) -> Kind[Any]:
 
 
 def _read(settings: Mapping[str, object], source: str) -> dict[str, Any]:
-    """The settings in normal form; an error begins with their ``source``."""
+    """Return the settings in normal form; a ConfigError begins with ``source``."""
     known = [f.name for f in fields(Config)]
     read = {}
     for name, value in settings.items():
@@ -380,7 +381,7 @@ def _read(settings: Mapping[str, object], source: str) -> dict[str, Any]:
 
 
 def _read_file(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The settings in a file: in its table ``kvferry`` if it has one."""
+    """Return the settings of a file, from its table ``kvferry`` if it has one."""
     path = Path(path)
     where, suffix = _plain(str(path), _LONGEST_PATH), path.suffix.lower()
     if suffix not in (".toml", ".json"):

@@ -1,4 +1,4 @@
-"""What the author of an engine needs, in one place: both halves, groups, tiers, messages.
+"""The parts for authors of engines: scheduler, worker, groups, tiers, messages.
 
 ::
 
@@ -7,8 +7,8 @@
     every rank's process      v           |
                           Worker over a RankMemory, and a TierMover for each tier below the host
 
-``docs/engine.md`` builds an engine of these, step by step. Importing this module brings numpy and
-nothing heavier; what a GPU needs is imported when a rank is opened on one.
+``docs/engine.md`` builds an engine from these parts. Importing this module imports numpy and
+nothing heavier; opening a rank on a GPU imports torch and the copy kernels.
 """
 
 from kvferry.cache.policies import policy_named as policy_named

@@ -12,31 +12,31 @@ class KvferryError(Exception):
 
 
 class ConfigError(KvferryError, ValueError):
-    """A setting that cannot be used; the message names it, its value and what would be right."""
+    """A setting is invalid; the message names the setting, its value and what it accepts."""
 
 
 class InputError(KvferryError, ValueError):
-    """A call with arguments that cannot be right; nothing was changed."""
+    """A call got invalid arguments and changed nothing."""
 
 
 class LayoutError(InputError):
-    """KV tensors that cannot be described exactly; copying their blocks would be a guess."""
+    """KV tensors have a layout that kvferry cannot describe exactly, so it must not copy them."""
 
 
 class StateError(KvferryError, RuntimeError):
-    """The right call at the wrong time."""
+    """A valid call was made in a state that does not allow it."""
 
 
 class ClosedError(StateError):
-    """Use of an object after its ``close()``."""
+    """An object was used after its ``close()``."""
 
 
 class TransferError(KvferryError, RuntimeError):
-    """Bytes did not move."""
+    """A copy failed."""
 
 
 class DriverError(TransferError):
-    """The GPU driver refused a call; the message has its name, code, words and arguments.
+    """The GPU driver refused a call; the message has the call, its arguments, and the error.
 
     ``unsupported`` is true when this driver or card lacks the call: do not try it again.
     """
@@ -48,19 +48,19 @@ class DriverError(TransferError):
 
 
 class DeadlineError(TransferError, TimeoutError):
-    """Bytes did not move in time."""
+    """A copy did not end before its deadline."""
 
 
 class StoreError(KvferryError, RuntimeError):
-    """A store on disk that cannot be opened as it is; the message names it and the remedy."""
+    """A store on disk cannot be opened; the message names the store and the remedy."""
 
 
 class StoreInUseError(StoreError):
-    """A store on disk that another process has open; the message names both."""
+    """Another process has the store on disk open; the message names the store and the process."""
 
 
 class UnreachableError(KvferryError, ConnectionError):
-    """A metrics endpoint did not answer, or answered something else; the message says which."""
+    """A metrics endpoint did not answer, or its answer is not metrics; the message says which."""
 
 
 class IntegrityError(KvferryError, AssertionError):
@@ -68,10 +68,10 @@ class IntegrityError(KvferryError, AssertionError):
 
 
 def words_of(error: BaseException) -> str:
-    """What an error says: our own explain themselves, others need their type's name."""
+    """Return an error's message, with the type's name before it unless the error is kvferry's."""
     return str(error) if isinstance(error, KvferryError) else f"{type(error).__name__}: {error}"
 
 
 def install(extra: str) -> str:
-    """How to install one of the extras. kvferry is not on a package index yet."""
+    """Return the command that installs an extra. kvferry is not on a package index yet."""
     return f"pip install '.[{extra}]' in kvferry's source tree"

@@ -20,7 +20,7 @@ from kvferry.cache.reach import Group
 from kvferry.config import Config
 from kvferry.core.identity import Extra, Namespace, chain, scope
 from kvferry.core.keys import Key, Keys
-from kvferry.core.lifecycle import Closing, OneThread, close_if_dropped, pause
+from kvferry.core.lifecycle import Closing, OwnerThread, close_if_dropped, pause
 from kvferry.core.quantities import Integers, integer
 from kvferry.errors import DeadlineError, InputError, StateError
 from kvferry.hints import Hints, read_seconds
@@ -48,27 +48,27 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 HintsGiven = Hints | Mapping[str, Any] | None
-"""Hints as callers give them."""
+"""Hints as callers pass them: an object, a mapping of its fields, or none."""
 
 _request_numbers = itertools.count()
-"""Shared by all ferries of the process, so that no two of their requests have the same name."""
+"""Numbers for request names, shared by all ferries of the process so that names are unique."""
 
 _POLL_SECONDS = 0.02
-"""Longest pause of a waiting ferry between two looks at its growth and its mailbox."""
+"""Longest sleep of a waiting call between two checks of host memory's growth and the mailbox."""
 _TIER_POLL_SECONDS = 5e-4
-"""The same with lower tiers, which announce nothing."""
+"""The same with lower tiers, whose completions do not wake the waiting thread."""
 _INTERRUPTED = "an interrupt tore this ferry's bookkeeping; close it and attach again"
 _GONE = "the hit is gone: it was released, loaded, or too old"
 _LONG_BYTES = 32 << 20
-"""Policies learn of requests while at least this much is being copied, which takes longer."""
+"""The event log is drained during copies of at least this many bytes: they take longer."""
 
 
 def _guarded(
     call: Callable[Concatenate[Ferry, P], T],
 ) -> Callable[Concatenate[Ferry, P], T]:
-    """For calls that use the bookkeeping: refuse other threads, and all once one was interrupted.
+    """Make a method refuse calls from other threads, and all calls after an interrupted one.
 
-    An interrupt within such a call may leave half of its changes behind.
+    An interrupt in a method that changes the bookkeeping may leave half of its changes behind.
     """
 
     @wraps(call)
@@ -109,7 +109,7 @@ class Ferry(Closing):
         *,
         keep_alive: object = None,
     ) -> None:
-        """``keep_alive`` is memory that is copied by address: held until no copy runs."""
+        """``keep_alive`` owns memory that is copied by address: referenced until no copy runs."""
         self.namespace = namespace
         self._layouts = tuple(layouts)
         self._num_blocks = [layout.num_blocks for layout in layouts]
@@ -123,18 +123,18 @@ class Ferry(Closing):
         self._scheduler.watch_requests()
         self._has_tiers = bool(rank.tiers)
         self._pending: dict[Request, float] = {}
-        """Requests with pending hits, and when each ends unless it is asked for again."""
+        """Requests with pending hits, and the time at which each ends unless matched again."""
         self._tickets = Tickets(WeakMethod(self._advance))
         self._in_pieces: dict[Request, tuple[Ticket, int]] = {}
-        """Loads whose last blocks still come up: the ticket, and the blocks before them."""
+        """Pipelined loads by request: the ticket, and how many blocks the device had already."""
         self._mailbox = Mailbox()
         self._mailbox.before_answers = self._scheduler.book.drain
         self._endpoint: Endpoint | None = None
-        self._owner = OneThread("this ferry")
+        self._owner = OwnerThread("this ferry")
         self._is_torn = False
-        """Whether a call changes the bookkeeping now, or was interrupted while it did."""
+        """Whether a guarded call is running, or was interrupted and left its changes half done."""
         self._is_growing = True
-        self._parts = ExitStack()  # all of them are closed, even when one raises
+        self._parts = ExitStack()  # closes every part, even when closing one of them raises
         for part in (rank, self._scheduler, self._worker):
             self._parts.callback(part.close)
         self._dropped = close_if_dropped(
@@ -157,26 +157,26 @@ class Ferry(Closing):
         salt: str = "",
         extra: Extra = "",
     ) -> Keys:
-        """Return one key per full block of ``tokens``; each key covers every token before it too.
+        """Return one key per full block of ``tokens``; each key also covers all tokens before it.
 
-        With ``parent``, the key before these tokens, the chain continues from there. Everything
-        besides the tokens that decides the blocks must be given, or a request is served another's
-        KV: ``extra`` is the content that tokens only stand for (a digest of the images) or what was
-        added to the model (an adapter), ``salt`` names those that may share (a tenant). Each is
-        given once, where it begins; see :func:`kvferry.chain`.
+        ``parent`` is the key of the block before these tokens: the chain continues from it. Pass
+        everything besides the tokens that changes the KV, or a request loads KV of another one.
+        ``extra`` is content that tokens only stand for (a digest of the images), or an adapter of
+        the model. ``salt`` names the requests that may share blocks (a tenant). Pass each of them
+        once, with the tokens at which it begins; see :func:`kvferry.chain`.
         """
         return chain(self.namespace, tokens, parent, salt=salt, extra=extra)
 
     @_guarded
     def match(self, keys: Keys, *, on_device: int = 0, hints: HintsGiven = None) -> Hit:
-        """Pin the blocks of a request, after the ``on_device`` first ones, that can be loaded now.
+        """Look up a request and pin the blocks that can be loaded now.
 
-        The hit is empty while more than ``Config.max_bytes_in_flight`` are being copied, and where
-        computing is expected to be faster than loading (see :meth:`note_prefill`). Blocks are
-        counted by their keys, ``block_tokens`` tokens each. With lower tiers a hit may be pending
-        (:attr:`Hit.is_pending`): see
-        :meth:`await_hit`. ``hints`` are a :class:`Hints`, or a mapping
-        that :meth:`Hints.read` takes; they hold for what is loaded of this request.
+        ``on_device`` is how many of the request's first blocks the device already has; the hit
+        begins after them. The hit is empty while more than ``Config.max_bytes_in_flight`` are being
+        copied, and where computing is expected to be faster than loading (see
+        :meth:`note_prefill`). With lower tiers a hit may be pending: see :meth:`await_hit`. A block
+        is one key, ``block_tokens`` tokens. ``hints`` are a :class:`Hints`, or a mapping that
+        :meth:`Hints.read` accepts; they apply to the loads of this request.
         """
         if not isinstance(keys, Keys):
             raise _not_keys(keys)
@@ -187,7 +187,7 @@ class Ferry(Closing):
         request = self._scheduler.open(f"hit-{next(_request_numbers)}", keys, given)
         try:
             match = request.match(computed_tokens=on_device * self.namespace.block_tokens)
-        except Exception:  # what a policy raises
+        except Exception:  # raised by an eviction policy, say
             request.end()
             raise
         if match.state is not MatchState.HIT:
@@ -199,16 +199,15 @@ class Ferry(Closing):
         return Hit(request, match.num_tokens // self.namespace.block_tokens - on_device, on_device)
 
     def await_hit(self, hit: Hit, timeout: float | None = None, *, early: bool = False) -> Hit:
-        """Return what became of a pending hit; after ``timeout`` seconds it may still be pending.
+        """Wait for a pending hit and return its result; after ``timeout`` it may still be pending.
 
-        One that is not pending is returned as it is. After ``Config.lookup_deadline`` and
-        ``Config.promote_deadline`` at the latest a hit is pending no longer: it has all of its
-        blocks, some, or none. With ``timeout=0`` it asks once. Ends of tickets stay for
-        :meth:`poll`.
+        A hit that is not pending is returned unchanged. A hit stays pending no longer than
+        ``Config.lookup_deadline`` plus ``Config.promote_deadline``; then it has all of its blocks,
+        some, or none. ``timeout=0`` checks once. Tickets that end meanwhile stay for :meth:`poll`.
 
-        With ``early`` it is pending no longer once its last blocks come up in less time than all of
-        it takes to be copied. Queue compute only when the ticket of such a load has ended; if it is
-        not ``ok``, ``num_blocks`` of the first blocks are there.
+        With ``early`` the hit is returned before its last blocks are in host memory, if promoting
+        them takes less time than copying the whole hit. Queue compute only when the ticket of that
+        load has ended. If the ticket is not ``ok``, the first ``num_blocks`` blocks were loaded.
         """
         now = hit
 
@@ -243,14 +242,14 @@ class Ferry(Closing):
 
     @_guarded
     def load(self, hit: Hit, device_blocks: Tables) -> Ticket:
-        """Load a hit's blocks into ``device_blocks``, one for each; return at once.
+        """Start loading a hit into ``device_blocks``, one device block per block of the hit.
 
-        With several groups these are block tables, one for each group: the request's whole table,
-        in which the places that ``hit.needed`` names are filled. Compute queued on the ``compute``
-        stream after this call comes after the load, also while that is still being queued; where
-        the load fails, it has read what was there before.
+        With several groups pass one whole block table per group; the load fills the positions in
+        ``hit.needed``. Compute queued on the ``compute`` stream after this call runs after the
+        load, even while the load is still being queued. If the load fails, that compute has read
+        the old bytes of the device blocks.
 
-        A pending hit is given no blocks, and released.
+        A pending hit takes no device blocks and is released.
         """
         if not isinstance(hit, Hit):
             raise _not_a_hit(hit)
@@ -269,13 +268,13 @@ class Ferry(Closing):
         if ordered:
             self._send()
             self._rank.engine.order_compute_after_loads()
-            ticket = self._tickets.give(ordered)
+            ticket = self._tickets.issue(ordered)
             if self._pending.pop(request, None) is not None and request.has_more_to_load:
                 self._tickets.add(ticket)
                 self._in_pieces[request] = ticket, hit.on_device
             return ticket
         self._release(request)
-        return self._tickets.give((), failure=_GONE if len(hit) else "")
+        return self._tickets.issue((), failure=_GONE if len(hit) else "")
 
     @_guarded
     def release(self, hit: Hit) -> None:
@@ -295,14 +294,14 @@ class Ferry(Closing):
     def store(
         self, keys: Keys, device_blocks: Tables, *, first: int = 0, hints: HintsGiven = None
     ) -> Ticket:
-        """Store ``device_blocks``, which hold the blocks of ``keys`` from number ``first`` on.
+        """Store ``device_blocks``, which hold the blocks of ``keys`` from block ``first`` on.
 
-        Blocks that are stored already are not copied again, and blocks that find no room are
-        skipped; the ticket says how many were copied, and why not all. Blocks that follow one that
-        is not stored could never be found, so they are skipped too. Do not overwrite the device
-        blocks until the ticket has ended. With several groups these are whole block tables, one for
-        each group; ``NO_BLOCK`` where the engine keeps no block (any more). ``hints``, as for
-        :meth:`match`, say how long all blocks of this request should stay.
+        Blocks that are already stored are not copied again. Blocks for which no slot is free are
+        skipped, and so are the blocks behind a skipped one: a lookup could never reach them. The
+        ticket says how many blocks were copied, and why not all. Do not overwrite the device blocks
+        until the ticket has ended. With several groups pass one whole block table per group, with
+        ``NO_BLOCK`` where the engine keeps no block. ``hints`` are as for :meth:`match`; they say
+        how long all blocks of this request should stay.
         """
         if not isinstance(keys, Keys):
             raise _not_keys(keys)
@@ -317,7 +316,7 @@ class Ferry(Closing):
             )
         if self._is_growing:
             self._rank.activity.note_step()
-            self._note_ready()  # what has grown since the last poll takes blocks too
+            self._note_ready()  # slots that became ready since the last poll can take blocks
         given = None if hints is None else _hints(hints)
         request = self._scheduler.open(f"store-{next(_request_numbers)}", keys, given)
         try:
@@ -330,9 +329,9 @@ class Ferry(Closing):
                 if num_ordered < num_keys - first:
                     reason = self._skip_reason(request, keys, first, num_ordered)
             self._send()
-            ticket = self._tickets.give(ordered, reason)
+            ticket = self._tickets.issue(ordered, reason)
         except BaseException:
-            # The caller may write to those blocks now: no copy of them must ever be found.
+            # The caller may now overwrite these device blocks: no lookup may find a copy of them.
             self._scheduler.disown(request)
             request.end()
             raise
@@ -340,9 +339,9 @@ class Ferry(Closing):
         return ticket
 
     def _skip_reason(self, request: Request, keys: Keys, first: int, num_ordered: int) -> str:
-        """Why of the blocks from ``first`` on only ``num_ordered`` are copied.
+        """Return why only ``num_ordered`` of the blocks from ``first`` on are copied.
 
-        Empty if the others are stored already, unless that is all of them.
+        Empty if the others are already stored; not empty if all of them are.
         """
         pool, config, hints = self._scheduler.pool, self._config, request.hints
         known = pool.known(keys.masked(scope(self._scheduler.epoch, 0)))
@@ -369,30 +368,30 @@ class Ferry(Closing):
     # -- wait -----------------------------------------------------------------------------------
 
     def poll(self, timeout: float = 0.0) -> list[Ticket]:
-        """Return what ended since the last call; wait up to ``timeout`` seconds for the first end.
+        """Return the tickets that ended since the last call; wait ``timeout`` seconds for one.
 
-        What was waited for or awaited meanwhile is left out. Of more than 65,536 the newest are
-        kept.
+        Tickets that were waited for or awaited meanwhile are left out. Only the newest 65,536 ended
+        tickets are kept.
         """
         return self._wait_for(self._tickets.take_all, timeout) or []
 
     def wait(self, ticket: Ticket, timeout: float | None = None) -> Ticket:
-        """Wait for one ticket; other ends stay for :meth:`poll`. DeadlineError after ``timeout``.
+        """Wait for one ticket; DeadlineError after ``timeout``. Others stay for :meth:`poll`.
 
-        In an event loop ``await`` the ticket instead: the loop runs on meanwhile.
+        In an event loop ``await`` the ticket instead: the loop goes on running.
         """
         tickets = self._tickets
         if not isinstance(ticket, Ticket) or ticket.owner is not tickets:
             raise InputError(f"{ticket!r} is no ticket of this ferry")
         if not ticket.has_ended:
-            self._wait_for(partial(tickets.untold.get, ticket), timeout)
+            self._wait_for(partial(tickets.unreported.get, ticket), timeout)
         if not ticket.has_ended:
             raise DeadlineError(f"{ticket!r} did not end within {timeout} seconds")
-        tickets.untold.pop(ticket, None)
+        tickets.unreported.pop(ticket, None)
         return ticket
 
     def _wait_for(self, find: Callable[[], T], timeout: float | None) -> T | None:
-        """What ``find`` finds, asked again whenever a copy ends; None after ``timeout`` seconds."""
+        """Call ``find`` whenever a copy ends, until its result is true; None after ``timeout``."""
         most = _TIER_POLL_SECONDS if self._has_tiers else _POLL_SECONDS
         began = time.monotonic()
         while True:
@@ -407,7 +406,7 @@ class Ferry(Closing):
 
     @_guarded
     def _advance(self) -> None:
-        """Learn what ended, and answer questions of other threads."""
+        """Take receipts, end tickets and requests, and run the calls in the mailbox."""
         scheduler = self._scheduler
         if self._is_growing:
             self._note_ready()
@@ -431,29 +430,29 @@ class Ferry(Closing):
                 ticket.num_blocks = failure.first_token // self.namespace.block_tokens - first
                 self._tickets.end(ticket, failure.reason)
             request.end()
-        # A load that is overdue has failed, but its copy may still write: only landing ends it.
+        # The copy of an overdue load may still write: its ticket ends when all ranks have reported.
         if settled.landed:
-            self._tickets.land(settled.landed)
-        if self._has_tiers:  # what landed may have to go down, or be asked for next
+            self._tickets.complete(settled.landed)
+        if self._has_tiers:  # completed transfers may cause writebacks, lookups and promotions
             now = time.monotonic()
             for request in [each for each, until in self._pending.items() if until <= now]:
                 del self._pending[request]
                 request.end()
             if settled.landed or scheduler.num_queued:
                 self._send()
-        if not settled.landed:  # while copies run, there is time for it
+        if not settled.landed:  # draining costs no time while copies run
             num_bytes = scheduler.transfers.num_bytes
             if not num_bytes or num_bytes >= _LONG_BYTES:
                 scheduler.drain_events()
 
     def _note_ready(self) -> None:
-        """Host memory that has grown since the last call serves from now on."""
+        """Let the scheduler use the host slots that became ready since the last call."""
         num_ready = self._rank.ready_slots
         self._scheduler.note_ready(FIRST_RANK, num_ready)
         self._is_growing = num_ready < self._rank.host.num_slots
 
     def _send(self) -> None:
-        """Send off what was ordered."""
+        """Hand the queued orders to the worker, as one plan."""
         plan = self._scheduler.plan()
         if plan.transfers or plan:
             self._worker.execute(plan)
@@ -463,13 +462,13 @@ class Ferry(Closing):
     # -- actions on blocks by their keys --------------------------------------------------------
 
     def lookup(self, keys: Keys) -> Acted:
-        """Say where these blocks are, without claiming or moving any."""
+        """Count these blocks in host memory and on lower tiers, without pinning or moving any."""
         return self._act(self._scheduler.control.lookup, keys)
 
     def hint(self, keys: Keys, hints: Hints | Mapping[str, Any]) -> Acted:
-        """Apply hints to stored blocks: that a conversation is over, or goes on.
+        """Apply hints to stored blocks, for example that their conversation has ended.
 
-        Returns how many blocks were found and affected, and what was refused and why.
+        Returns how many blocks were found and changed, and what was refused and why.
         """
         given = _hints(hints)
         if given is None:
@@ -477,25 +476,25 @@ class Ferry(Closing):
         return self._act(self._scheduler.control.hint, keys, given)
 
     def pin(self, keys: Keys, seconds: float | str | None = None) -> Acted:
-        """Keep these blocks for so long, or until they are unpinned, reset or closed.
+        """Pin these blocks for ``seconds``, or (None) until :meth:`unpin`, reset or close.
 
-        At most ``Config.pin_share`` of each tier is pinned, the beginning of a request first.
+        At most ``Config.pin_share`` of each tier is pinned, the first blocks of a request first.
         """
         return self._act(self._scheduler.control.pin, keys, _seconds(seconds))
 
     def unpin(self, keys: Keys) -> Acted:
-        """Forget pins, TTLs and priorities of these blocks: they may be evicted as all others."""
+        """Remove pins, TTLs and priorities of these blocks, so that they can be evicted again."""
         return self._act(self._scheduler.control.unpin, keys)
 
     def prefetch(self, keys: Keys, *, keep: float | str | None = None) -> Acted:
-        """Bring these blocks up to host memory ahead of a request, and keep them so long.
+        """Promote these blocks to host memory ahead of a request, and pin them for ``keep``.
 
-        They arrive with :meth:`poll`.
+        Call :meth:`poll` meanwhile: it orders the next pieces and takes their receipts.
         """
         return self._act(self._scheduler.control.prefetch, keys, _seconds(keep))
 
     def drop(self, keys: Keys) -> Acted:
-        """Forget these blocks on every tier, except those that other requests continue."""
+        """Remove these blocks from every tier, except blocks shared with other requests."""
         return self._act(self._scheduler.control.drop, keys)
 
     @_guarded
@@ -503,7 +502,7 @@ class Ferry(Closing):
         if not isinstance(keys, Keys):
             raise _not_keys(keys)
         done = act(keys, *given)
-        self._send()  # what is to be prefetched
+        self._send()  # the promotions of a prefetch
         return done
 
     # -- figures --------------------------------------------------------------------------------
@@ -514,27 +513,27 @@ class Ferry(Closing):
         return self._scheduler.stats()
 
     def host_stats(self) -> GrowthStats:
-        """Return how much of the host memory is usable by now, and what became of the rest."""
+        """Return how much host memory is ready, and why the rest is not."""
         return self._rank.host.stats()
 
     @_guarded
     def explain(self, hit: Hit) -> Explanation | None:
-        """Return why a hit is no longer than it is; None if that was too long ago."""
+        """Return why a hit is not longer; None if the request is too old to be remembered."""
         if not isinstance(hit, Hit):
             raise _not_a_hit(hit)
         return self._scheduler.explain(hit.request.id)
 
     @_guarded
     def serve_metrics(self, port: int = DEFAULT_PORT, host: str = "127.0.0.1") -> str:
-        """Serve ``/metrics`` and ``/explain`` until closed; return the address.
+        """Serve ``/metrics`` and ``/explain`` over HTTP until closed; return the address.
 
-        Port 0 takes any that is free. :meth:`poll` counts what ended and answers questions. Called
-        again, it returns the address where it already serves.
+        Port 0 picks a free port. Call :meth:`poll` regularly: it updates the counters and answers
+        the HTTP requests. A second call returns the address of the first.
         """
         if self._endpoint is None:
             from kvferry.telemetry.endpoint import ControlApi, Endpoint
 
-            # The parts, not this ferry, or a ferry that is dropped would never be collected.
+            # Pass the parts, not this ferry: a reference to it would keep it from being collected.
             rank, namespace, config = self._rank, self.namespace, self._config
             control = None
             if config.control_token is not None:
@@ -557,25 +556,25 @@ class Ferry(Closing):
 
     @_guarded
     def note_prefill(self, num_tokens: int, seconds: float) -> None:
-        """Tell that the engine computed this many prompt tokens in this time.
+        """Report that the engine computed ``num_tokens`` prompt tokens in ``seconds``.
 
-        Once told, and after a first load, ``match`` offers a hit only where loading it is expected
-        to be faster than computing it (``Config.load_policy``).
+        After the first report and the first load, ``match`` returns a hit only where loading is
+        expected to be faster than computing (``Config.load_policy``).
         """
         self._scheduler.note_prefill(num_tokens, seconds)
 
     # -- ends -----------------------------------------------------------------------------------
 
     def hand_over(self) -> None:
-        """Give this ferry to another thread: the next one that uses it."""
+        """Let the next thread that uses this ferry own it."""
         self._owner.hand_over()
 
     def reset(self, *, new_weights: bool = False) -> bool:
-        """Forget every stored block at once; hits that are not loaded yet are gone too.
+        """Forget every stored block at once, and release hits that are not loaded yet.
 
-        Say so if the weights are no longer those of ``revision`` (``new_weights``): then blocks
-        stored from now on are not for the next process. Returns whether what is on disk stays
-        forgotten whatever happens next; it waits up to ``Config.disk_deadline`` seconds for that.
+        Pass ``new_weights`` if the weights are no longer those of ``revision``: the next process
+        then does not find blocks stored from now on. Waits up to ``Config.disk_deadline`` seconds
+        for the disk; returns whether the reset is durable there.
         """
         self._forget(not new_weights)
         end = time.monotonic() + self._config.disk_deadline
@@ -588,15 +587,15 @@ class Ferry(Closing):
         for request in self._scheduler.requests:
             self._release(request)
         if self._has_tiers:
-            self._send()  # a tier may outlive this process: it must learn of the reset
+            self._send()  # the reset must reach tiers whose blocks outlive this process
 
     def close(self) -> None:
-        """Finish the copies in flight and give the memory back. Safe to call twice.
+        """Finish the copies in flight and free the memory. Safe to call twice.
 
-        Blocks that only host memory holds go to disk first, for ``Config.tier_flush`` seconds at
-        most; an interrupt ends that. In a forked child it does nothing: all belongs to the parent.
+        First flushes blocks that only host memory holds, for at most ``Config.tier_flush`` seconds;
+        an interrupt ends the flush. Does nothing in a forked child: the parent owns everything.
         """
-        if self._owner.is_closed or self._owner.is_another:
+        if self._owner.is_closed or self._owner.is_forked_child:
             return
         self._owner.require()
         try:
@@ -612,7 +611,7 @@ class Ferry(Closing):
                 log.exception("a ferry that was interrupted in its midst could not end all of it")
 
     def _flush(self, seconds: float) -> None:
-        """Write blocks that only host memory holds to the disk; an error ends the flush alone."""
+        """Flush blocks that only host memory holds to disk; log errors instead of raising them."""
         writeback, began = self._scheduler.writeback, time.monotonic()
         end = began + seconds
         try:
@@ -650,7 +649,7 @@ def _scheduler_of(
     namespace: Namespace,
     config: Config,
 ) -> Scheduler:
-    """The scheduler over one rank's memory and the tiers below it."""
+    """Return the scheduler of one rank's host memory and lower tiers."""
     return Scheduler(
         Pool(
             rank.host.num_slots,

@@ -1,6 +1,6 @@
-"""What the sender of a request knows about it: what to store, how long to keep it, which tenant.
+"""Hints that clients send with a request: what to store, how long to keep it, which tenant.
 
-A hint is never needed for correct answers, and a wrong one costs time only.
+Hints never change answers: a wrong hint costs time only.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from kvferry.core.quantities import nearest, parse_count, parse_seconds, quoted,
 from kvferry.errors import ConfigError, InputError
 
 DEFAULT_PRIORITY = 35
-"""Of blocks without a priority: the same as in TensorRT-LLM, so its requests can be sent as is."""
+"""Priority of blocks without one; TensorRT-LLM's default, so its requests need no change."""
 MOST_PRIORITY = 100
 MOST_RANGES = 64
 MOST_TENANT_CHARS = 64
@@ -21,9 +21,9 @@ MOST_TENANT_CHARS = 64
 
 @dataclass(frozen=True, kw_only=True)
 class TokenPriority:
-    """How much the blocks of some tokens matter, 0 to 100; for so long, or until they are dropped.
+    """Priority, 0 to 100, of the blocks of a token range, for ``duration_ms`` or until evicted.
 
-    ``token_end`` is the first token behind the range; None: the range has no end.
+    ``token_end`` is the first token after the range; None: the range has no end.
     """
 
     token_start: int = 0
@@ -47,14 +47,13 @@ class TokenPriority:
 
 @dataclass(frozen=True, kw_only=True)
 class Hints:
-    """The hints of one request. Frozen; refuses contradictions.
+    """The hints of one request. Frozen; InputError if they contradict each other.
 
-    ``max_store_tokens`` and ``max_load_tokens`` bound its first tokens: zero is "do not".
-    ``ended``: its conversation will not continue. ``continues`` with ``within``: it does, within so
-    many seconds. ``pin_seconds`` count from its end. ``tenant`` is whose memory it counts for,
-    ``session`` whose hints these are, where there is no tenant. ``max_*`` and
-    ``pin_seconds`` are commands; the rest is evidence. ``priorities`` may also be a list, and each
-    of them a mapping.
+    Only the first ``max_store_tokens`` tokens are stored, and ``max_load_tokens`` loaded; zero:
+    none. ``ended``: the conversation will not continue. ``continues``: it will, in ``within``
+    seconds. ``pin_seconds`` count from the request's end. Blocks count against the quota of
+    ``tenant``; without a tenant, ``session`` names the sender of the hints. ``max_*`` and
+    ``pin_seconds`` are commands; the rest is evidence. ``priorities`` may be a list of mappings.
     """
 
     max_store_tokens: int | None = None
@@ -93,7 +92,7 @@ class Hints:
 
     @classmethod
     def read(cls, given: Mapping[str, Any]) -> Hints:
-        """From plain data, as it comes with a request; InputError for a name that is no hint."""
+        """Read hints from plain data of a request; InputError for a name that is no hint."""
         if not isinstance(given, Mapping):
             raise InputError(f"hints must be a mapping, got {shown(given)}")
         read: dict[str, Any] = {}
@@ -111,12 +110,12 @@ class Hints:
         return cls(**read)
 
     def as_dict(self) -> dict[str, object]:
-        """The hints that were given, as plain data."""
+        """Return the hints that differ from their defaults, as plain data."""
         every = asdict(self)
         return {f.name: every[f.name] for f in fields(self) if getattr(self, f.name) != f.default}
 
     def after(self, seconds: float) -> Hints:
-        """What is left of them so long after the request's end, without times that have passed."""
+        """Return the hints that still hold ``seconds`` after the request's end."""
         if seconds <= 0 or (self.pin_seconds is None and self.within is None):
             return self
         pin, within = self.pin_seconds, self.within
@@ -129,17 +128,17 @@ class Hints:
 
     @property
     def shapes_what_stays(self) -> bool:
-        """Whether any hint is about the blocks that are stored."""
+        """Whether any hint is about keeping stored blocks."""
         return bool(self.ended or self.continues or self.priorities) or self.pin_seconds is not None
 
 
 _PLAIN = tuple(field.name for field in fields(Hints) if field.name != "within")
 NAMES = ("do_not_store", "do_not_load", *_PLAIN)
-"""All hints, by name."""
+"""The names of all hints."""
 
 
 def read_seconds(name: str, value: object) -> float:
-    """A time from a number or such as ``30s``; InputError where it is none."""
+    """Return seconds from a number or text such as ``30s``; InputError if it is no time."""
     try:
         return parse_seconds(value, name=name)
     except ConfigError as error:
@@ -178,7 +177,7 @@ def _count(name: str, value: object, most: int = 2**40, least: int = 0) -> int:
 
 
 class Hinted(NamedTuple):
-    """Hints that were applied to blocks, and why some of them could not be."""
+    """Hints applied to blocks; ``refused`` says, in words, which had no effect and why."""
 
     hints: Hints
     refused: Sequence[str]

@@ -1,11 +1,11 @@
-"""One rank's memory and the engine that copies to and from it: opened together, closed in order.
+"""One rank's host memory, copy engine and lower tiers: opened together, closed in order.
 
 ::
 
-    driver ──> host memory (first slots ready, growing) ──> tiers below it ──> copy engine
-    close:     the tiers, the engine, then the registrations, then the mapping, then the driver
+    open:      driver, host memory (first slots ready, growing), lower tiers, copy engine
+    close:     lower tiers, copy engine, registrations, mapping, driver
 
-An engine in one process (:func:`kvferry.attach`) and a server's workers open a rank the same way.
+The library (:func:`kvferry.attach`) and a server's workers open a rank the same way.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Contents:
-    """What the blocks of a rank are, besides the way they lie in memory.
+    """The identity of a rank's blocks: all that decides their bytes besides the memory layout.
 
-    ``weights`` are sums over the model's, or any other numbers that change with them. Of several
-    engines of one server on this host, ``engine`` says which this is, ``engines_here`` of how many,
-    ``first_engine`` where they begin: each has blocks of its own.
+    ``weights`` are digests of the model's weights, or other numbers that change with them. A server
+    may have several engines, each with its own blocks: ``engine`` is the number of this one. This
+    host has ``engines_here`` of them, from number ``first_engine`` on.
     """
 
     namespace: Namespace
@@ -59,7 +59,7 @@ def tier_setup(
     num_ranks: int = 1,
     num_ranks_here: int | None = None,
 ) -> TierSetup:
-    """What all tiers of a rank are told; name and options are each tier's own."""
+    """Return the setup that a rank's tiers have in common, without a tier's name and options."""
     slot_bytes, here = _slot_bytes(layouts), num_ranks_here or num_ranks
     setup = TierSetup(TierName(""), slot_bytes, rank, num_ranks, num_ranks_here=here, config=config)
     if contents is None:
@@ -75,14 +75,14 @@ def tier_setup(
     count = contents.engines_here
     engines = range(first, first + count) if count > 1 else ()
 
-    def of_blocks(server: int | tuple[int, int]) -> bytes:
+    def fingerprint(server: int | tuple[int, int]) -> bytes:
         return store_fingerprint(space, server, formats, slot_bytes, rank, contents.weights)
 
     return replace(
         setup,
         num_ranks_here=here * count,
-        namespace=of_blocks((num_ranks, engine)),
-        shared_namespace=of_blocks(num_ranks),
+        namespace=fingerprint((num_ranks, engine)),
+        shared_namespace=fingerprint(num_ranks),
         family=store_fingerprint(space, (num_ranks, engine)),
         families=tuple(store_fingerprint(space, (num_ranks, each)) for each in engines),
         label=space.model,
@@ -92,15 +92,15 @@ def tier_setup(
 log = logging.getLogger(__name__)
 
 _STEP_SECONDS = 0.25
-"""A model that was given work this long ago still counts as busy."""
+"""Seconds for which the model counts as busy after a step began."""
 
 
 class Activity:
-    """Whether the model runs. Its engine says so; what should yield to the model asks.
+    """Whether the model is busy. The engine notes its steps; growth of host memory asks.
 
-    The driver could be asked too, but not from another thread while a graph is captured. An engine
-    that ``is_starting`` warms up and captures graphs without a word: it counts as busy until it
-    says that it has started, or gives the model work.
+    The driver cannot be asked instead: not from another thread while a graph is captured. An engine
+    that ``is_starting`` warms up and captures graphs without noting it. So it counts as busy until
+    its first step or ``note_started``.
     """
 
     def __init__(
@@ -110,19 +110,19 @@ class Activity:
         self._is_starting = is_starting
         self._last: float | None = None
         self.num_written = math.inf
-        """Host slots that were to be written so far: no more can be in use."""
+        """Blocks written to host memory so far (inf before any plan): no more slots are in use."""
 
     def note_step(self) -> None:
-        """The model is given work: while it has some, host memory grows slowly."""
+        """Note that a step of the model begins: while it is busy, host memory grows slowly."""
         self._is_starting = False
         self._last = self._clock()
 
     def note_started(self) -> None:
-        """The engine has captured its graphs: host memory may grow as fast as it can."""
+        """Note that the engine has captured its graphs: host memory may grow at full speed."""
         self._is_starting = False
 
     def note_plan(self, plan: Plan) -> None:
-        """These orders are carried out: host memory grows ahead of what is written to it."""
+        """Count the blocks that a plan writes: host memory grows ahead of them."""
         before = 0 if self.num_written == math.inf else self.num_written
         written = sum(len(transfer) for transfer in plan.transfers if transfer.dst == HOST)
         self.num_written = before + written
@@ -133,9 +133,9 @@ class Activity:
 
 
 class RankMemory:
-    """A rank's host memory, its copy engine, and the tiers below. Owns them, and its driver.
+    """Owns a rank's host memory, copy engine, lower tiers and driver.
 
-    ``activity`` wants to know what the model does: host memory grows slowly beside it.
+    The caller notes the model's steps in ``activity``, so that host memory grows slowly beside it.
     """
 
     def __init__(
@@ -169,21 +169,21 @@ class RankMemory:
         driver: Driver | None = None,
         is_starting: bool = False,
     ) -> RankMemory:
-        """For KV tensors in ordinary memory, or on a ``gpu``.
+        """Open a rank for KV tensors in ordinary memory, or on the GPU with number ``gpu``.
 
-        A disk or a shared store needs ``contents``: what it has outlives us. ``compute`` is the
-        stream of a model in ordinary memory, ``compute_stream`` gives the handle of one on a GPU,
-        where torch's current one is the default. Without ``driver``, this machine's is opened.
+        A disk or a shared store needs ``contents``, as its blocks outlive this process. ``compute``
+        is the stream of a model in ordinary memory. On a GPU, ``compute_stream`` returns the handle
+        of the model's (default: torch's current one). ``driver`` defaults to this machine's.
 
         While an engine ``is_starting``, until ``activity.note_started``, host memory grows slowly:
-        pinning at full speed held one back from capturing its graphs for 7 s of 8 (one NVIDIA H200,
-        2026-11-15). Where the driver pins no host memory, copies go one by one through the driver:
-        slow and right.
+        pinning at full speed delayed an engine's graph capture for 7 s of 8 (one NVIDIA H200,
+        2026-11-15). If host memory cannot be pinned, the driver copies segment by segment: slow,
+        but correct.
         """
         activity = Activity(is_starting=is_starting)
         with ExitStack() as undo:
             if gpu is not None or driver is not None:
-                # Here: what they bring is needed with a GPU only.
+                # Imported here: only a GPU needs them.
                 from kvferry.transfer.engine.gpu import GpuEngine, torch_compute_stream
                 from kvferry.transfer.paths.opening import open_launcher, open_paths
 
@@ -205,8 +205,8 @@ class RankMemory:
                 shared=shared,
             )
             undo.callback(host.close)
-            whose = tier_setup(config, layouts, contents, rank, num_ranks, num_ranks_here)
-            tiers = open_tiers(config.all_tiers, host.tier, whose)
+            setup = tier_setup(config, layouts, contents, rank, num_ranks, num_ranks_here)
+            tiers = open_tiers(config.all_tiers, host.tier, setup)
             for tier in tiers.values():
                 undo.callback(tier.close)
             rows = host.tier.rows
@@ -231,20 +231,20 @@ class RankMemory:
 
     @property
     def ready_slots(self) -> int:
-        """Slots, from the first on, that can be used; for ``Scheduler.note_ready``."""
+        """Number of usable slots, from slot 0 on, for ``Scheduler.note_ready``."""
         return self.host.ready_slots
 
     def disks(self) -> dict[str, DiskFigures]:
-        """What the drives below this rank's memory did so far, by tier."""
+        """Return the figures of this rank's drives, by tier."""
         found = {name: tier.figures() for name, tier in self.tiers.items()}
         return {name: figures for name, figures in found.items() if figures is not None}
 
     def close(self) -> None:
-        """Finish the copies, then give everything back. Safe to call twice.
+        """Finish the copies, then release everything. Safe to call twice.
 
-        A tier that hangs is left behind after a bounded time, with the host memory it may touch.
+        If a tier or copy hangs beyond a bounded time, the host memory it may touch stays mapped.
         """
-        with ExitStack() as closing:  # all of them, also when one cannot
+        with ExitStack() as closing:  # closes all of them, even if one raises
             closing.callback(self.engine.close)
             for tier in self.tiers.values():
                 closing.callback(tier.close)
@@ -255,7 +255,7 @@ class RankMemory:
 
 
 def slot_layout(layouts: Sequence[GroupLayout]) -> SlotLayout:
-    """How these groups' blocks lie in host slots: for ranks that share one host memory."""
+    """Return the layout of these groups' blocks in host slots, for ranks that share host memory."""
     return SlotLayout.of([each.block_bytes for each in layouts], [each.format for each in layouts])
 
 

@@ -1,4 +1,4 @@
-"""What a ferry's callers hold, tickets and hits, and the block tables that they give."""
+"""The objects that callers of a ferry hold (tickets, hits), and checks of their block tables."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ if TYPE_CHECKING:  # asyncio takes long to import, and few callers need it
 
 
 class Ticket:
-    """A load or store: ``await`` it, or give it to ``Ferry.wait``.
+    """One load or store: ``await`` it, or pass it to ``Ferry.wait``.
 
-    Once it ``has_ended``, nothing touches its device blocks any more, and ``num_blocks`` were
-    copied. If it is not ``ok`` it failed: after a load, compute those blocks. ``reason`` says why
-    it failed, or why a store copied fewer blocks than it was given: they are stored already, follow
-    a block that is not, or found no room.
+    Once it ``has_ended``, kvferry no longer touches its device blocks, and ``num_blocks`` were
+    copied. If it is not ``ok``, it failed: after a load, compute those blocks. ``reason`` says why
+    it failed, or why a store copied only some of its blocks: the others were stored already, follow
+    a block that is not stored, or found no room.
     """
 
     has_ended = False
@@ -46,57 +46,57 @@ class Ticket:
         return self.owner.ended(self).__await__()
 
 
-_MOST_UNTOLD = 65_536
-"""Ends kept until they are asked for; beyond that the oldest are dropped."""
+_MOST_UNREPORTED = 65_536
+"""The most ended tickets kept for the caller; beyond it the oldest are dropped."""
 _NO_TRANSFER = TransferId(-1)
 _MOST_SLEEP = 2e-3
 _SLEEP_SHARE = 8
-"""Between two looks a task sleeps for this part of the time it has waited, and no longer."""
+"""A waiting task polls after an eighth of the time it has waited, at most ``_MOST_SLEEP``."""
 
 
 class Tickets:
-    """Owns which transfers belong to which ticket, and the ends that were not told yet."""
+    """Owns the map from transfers to tickets, and the ended tickets not yet returned."""
 
     def __init__(self, advance: WeakMethod[Callable[[], None]]) -> None:
-        """``advance`` lets the ferry learn what ended; a ticket does not keep its ferry alive."""
+        """``advance`` makes the ferry collect receipts; tickets do not keep their ferry alive."""
         self._advance = advance
-        self._moving: dict[TransferId, tuple[Ticket, int]] = {}
-        self.untold: dict[Ticket, Ticket] = {}
-        """The newest ends, in their order, until they are told."""
+        self._in_flight: dict[TransferId, tuple[Ticket, int]] = {}
+        self.unreported: dict[Ticket, Ticket] = {}
+        """Ended tickets that were not returned to the caller yet, in the order of their ends."""
         self._num_ended = 0
-        self._looking: tuple[AbstractEventLoop, Event] | None = None
-        """The event loop in which a task looks what ended, and what it tells the others with."""
+        self._poller: tuple[AbstractEventLoop, Event] | None = None
+        """The event loop whose one task polls the ferry, and the event that wakes the others."""
 
-    def give(self, ordered: Sequence[Ordered], note: str = "", failure: str = "") -> Ticket:
-        """A ticket that ends with the last of its transfers; with ``note`` if all succeed.
+    def issue(self, ordered: Sequence[Ordered], note: str = "", failure: str = "") -> Ticket:
+        """Return a ticket that ends with the last transfer; its reason is ``note`` if all succeed.
 
-        Without any it ends at once, with the ``failure`` if there is one.
+        Without transfers it ends at once, and fails with ``failure`` unless that is empty.
         """
         ticket = Ticket()
         ticket.owner, ticket._waiting, ticket.reason = self, len(ordered) or 1, note
         for part in ordered:
-            self._moving[part.transfer] = (ticket, len(part.blocks))
+            self._in_flight[part.transfer] = (ticket, len(part.blocks))
         if not ordered:
             self.end(ticket, failure)
         return ticket
 
     def add(self, ticket: Ticket, ordered: Ordered | None = None) -> None:
-        """A ticket also waits for this transfer, or for a call of :meth:`end`."""
+        """Let a ticket also wait for this transfer, or else for a call of :meth:`end`."""
         ticket._waiting += 1
         if ordered is not None:
-            self._moving[ordered.transfer] = (ticket, len(ordered.blocks))
+            self._in_flight[ordered.transfer] = (ticket, len(ordered.blocks))
 
     def end(self, ticket: Ticket, failure: str) -> None:
-        """One thing that a ticket waits for, and that is no transfer, has ended."""
-        self._moving[_NO_TRANSFER] = (ticket, 0)
-        self.land([Landing(_NO_TRANSFER, failure)])
+        """End one thing a ticket waits for that is no transfer; ``failure`` is empty on success."""
+        self._in_flight[_NO_TRANSFER] = (ticket, 0)
+        self.complete([Landing(_NO_TRANSFER, failure)])
 
-    def land(self, landings: Iterable[Landing]) -> None:
-        """These transfers have ended; those that no ticket waits for are ignored."""
+    def complete(self, landings: Iterable[Landing]) -> None:
+        """Note that these transfers have ended; ignores those of no ticket."""
         for transfer_id, failure in landings:
-            if transfer_id not in self._moving:
+            if transfer_id not in self._in_flight:
                 continue
-            ticket, num_blocks = self._moving.pop(transfer_id)
+            ticket, num_blocks = self._in_flight.pop(transfer_id)
             ticket._waiting -= 1
             if failure and not ticket._has_failed:
                 ticket.reason, ticket._has_failed = failure, True
@@ -105,47 +105,47 @@ class Tickets:
             if not ticket._waiting:
                 ticket.has_ended, ticket.ok = True, not ticket._has_failed
                 self._num_ended += 1
-                self.untold[ticket] = ticket
-        while len(self.untold) > _MOST_UNTOLD:
-            del self.untold[next(iter(self.untold))]
+                self.unreported[ticket] = ticket
+        while len(self.unreported) > _MOST_UNREPORTED:
+            del self.unreported[next(iter(self.unreported))]
 
     def take_all(self) -> list[Ticket]:
-        """The tickets that ended and were not told yet, in the order of their ends."""
-        ended, self.untold = self.untold, {}
+        """Return the ended tickets not yet returned, in the order of their ends."""
+        ended, self.unreported = self.unreported, {}
         return list(ended)
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         advance = self._advance()
         if advance is None:
             raise ClosedError("this ferry was dropped")
         advance()
 
     async def ended(self, ticket: Ticket) -> Ticket:
-        """Return a ticket once it has ended. A cancelled caller leaves the copy alone.
+        """Wait until a ticket has ended. Cancelling the caller does not cancel the copy.
 
-        Of all tasks that wait in an event loop one looks, until something ends.
+        One of the tasks that wait in an event loop polls for all of them, until any ticket ends.
         """
         from asyncio import Event, get_running_loop, sleep
 
         loop, began = get_running_loop(), time.monotonic()
-        self._look()
+        self._poll()
         while not ticket.has_ended:
-            if self._looking is not None and self._looking[0] is loop:
-                await self._looking[1].wait()
+            if self._poller is not None and self._poller[0] is loop:
+                await self._poller[1].wait()
                 continue
-            mine = self._looking = (loop, Event())
+            mine = self._poller = (loop, Event())
             before = self._num_ended
             try:
                 while self._num_ended == before:
                     waited = time.monotonic() - began
                     await sleep(min(_MOST_SLEEP, waited / _SLEEP_SHARE))
-                    self._look()
+                    self._poll()
             finally:
-                if self._looking is mine:
-                    self._looking = None
+                if self._poller is mine:
+                    self._poller = None
                 if not loop.is_closed():
                     mine[1].set()
-        self.untold.pop(ticket, None)
+        self.unreported.pop(ticket, None)
         return ticket
 
 
@@ -154,12 +154,12 @@ class Tickets:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Hit:
-    """Blocks that can be loaded: ``len(hit)`` of them, after the ``on_device`` first ones.
+    """The blocks of a request that can be loaded: ``len(hit)``, after the first ``on_device``.
 
-    They stay where they are until the hit is loaded, released, or unused for
-    ``Config.match_deadline`` seconds. ``needed`` says for each group which places of the request's
-    block table a load fills. A hit that ``is_pending`` has no blocks yet: a lower tier was asked
-    for them or brings them up. Give it to ``Ferry.await_hit``, or compute without them.
+    They are leased until the hit is loaded, released, or not loaded within
+    ``Config.match_deadline`` seconds. ``needed`` has, for each group, the positions in the
+    request's block table that a load fills. A hit that ``is_pending`` has no blocks yet: a lower
+    tier is looking them up or promoting them. Pass it to ``Ferry.await_hit``, or compute instead.
     """
 
     request: Request
@@ -178,19 +178,20 @@ class Hit:
 # -- block tables ----------------------------------------------------------------------------------
 
 Tables = Integers | Sequence[Integers]
-"""Device blocks: one vector, or one block table for each group."""
+"""Device blocks: one block table, or one for each group."""
 
 
 def whole_tables(
     num_blocks: Sequence[int], given: Tables, *, before: int, needed: Sequence[range] = ()
 ) -> list[SlotArray]:
-    """Return whole block tables, by group; a single one is given without the blocks ``before``.
+    """Return the whole block table of each group, after checking it.
 
-    ``num_blocks`` are those of each group's tensors.
+    ``num_blocks`` are those of each group's tensors. A single group's table begins after the
+    ``before`` first blocks, which the result has as ``NO_BLOCK``.
 
     Raises:
-        InputError: a block does not exist, tables are missing, or a table names a block twice: in
-            the ``needed`` places, by group, or else in any from ``before`` on.
+        InputError: a block does not exist, tables are missing, or a table has a block twice: in
+            the ``needed`` positions, by group, or else in any from ``before`` on.
     """
     is_single = len(num_blocks) == 1
     if not is_single and (not isinstance(given, Sequence) or len(given) != len(num_blocks)):
@@ -199,7 +200,7 @@ def whole_tables(
     found, least = [], 0 if is_single else NO_BLOCK
     for group, (table, most) in enumerate(zip(tables, num_blocks, strict=True)):
         numbers: SlotArray | None = None
-        if type(table) is list and {int}.issuperset(map(type, table)):  # as most give them
+        if type(table) is list and {int}.issuperset(map(type, table)):  # the common case
             with suppress(OverflowError):
                 numbers = np.fromiter(table, dtype=np.int64, count=len(table))
         if numbers is None:

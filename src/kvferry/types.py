@@ -1,7 +1,7 @@
-"""The plain words scheduler and worker share: transfers, questions, plans, receipts.
+"""The messages between scheduler and worker: transfers, questions, plans, receipts.
 
-In a real server the two halves are different processes, so everything here is frozen, picklable
-and made of plain ids. The worker never learns what a request is.
+In a server the scheduler and the worker are different processes, so every message is frozen,
+picklable and made of plain ids. The worker knows no requests.
 """
 
 from __future__ import annotations
@@ -14,60 +14,60 @@ import numpy as np
 import numpy.typing as npt
 
 RequestId = str
-"""The engine's name for a request, for people to ask by."""
+"""The engine's name for a request; explanations are looked up by it."""
 
 TransferId = NewType("TransferId", int)
-"""Names one transfer or question on every rank; never used twice."""
+"""Identifies one transfer or question on every rank; never reused."""
 
 Rank = NewType("Rank", int)
-"""Which of the engine's ranks: 0 and up."""
+"""Number of a rank, from 0."""
 
 FIRST_RANK = Rank(0)
-"""The only one, where there is one."""
+"""The only rank of an engine with one GPU."""
 
 TierName = NewType("TierName", str)
-"""Names a place where blocks rest, in transfers and in figures."""
+"""Name of a tier, in transfers and in metrics."""
 
 DEVICE = TierName("device")
 """The engine's own paged KV memory."""
 
 HOST = TierName("host")
-"""This machine's memory, where blocks come to rest first."""
+"""Host memory: the tier that the device stores to and loads from."""
 
 SlotArray = npt.NDArray[np.int64]
-"""Slot numbers, one per block. On the device a slot is the engine's block id."""
+"""Slot numbers, one per block. On the device a slot number is the engine's block id."""
 
 NO_SLOT = -1
-"""In arrays of slots: there is none."""
-
+"""Marks the entries of a slot array that hold no slot number."""
 
 MANY_SLOTS = 1 << 21
+"""Tiers with at least this many slots keep slot numbers in 4 bytes instead of 8."""
 
 
 def slot_numbers(num_slots: int) -> npt.NDArray[Any]:
-    """An array with room for a slot number per slot, ``NO_SLOT`` in all of them.
+    """Return an array with one slot number per slot, all of them ``NO_SLOT``.
 
-    A tier may have ten million slots, and four such arrays: half the bytes then, and a conversion
-    whenever some are fetched, which a step's few would feel where slots are few.
+    A tier may have ten million slots and four such arrays, so large tiers use int32. Reading from
+    an int32 array converts it, which would slow the steps of a small tier.
     """
     return np.full(num_slots, NO_SLOT, dtype=np.int32 if num_slots >= MANY_SLOTS else np.int64)
 
 
 KeyRows = npt.NDArray[np.uint64]
-"""Keys as the messages carry them: one row of words each (see ``kvferry.core.keys.Keys``)."""
+"""Keys in messages: one row of words per key (see ``kvferry.core.keys.Keys``)."""
 
 NO_SLOTS: SlotArray = np.empty(0, dtype=np.int64)
-"""A tier that finds blocks by their keys gives out no places: its side of a transfer is this."""
+"""The slots of a keyed tier in a transfer: it finds blocks by their keys and has no slots."""
 
 
 @dataclass(frozen=True, eq=False)
 class Transfer:
     """One order to copy blocks: ``src_slots[i]`` of tier ``src`` to ``dst_slots[i]`` of ``dst``.
 
-    ``group`` names the layers whose blocks these are (it selects the device layout). Below the host
-    blocks travel with their ``keys``, and what has not begun ``within`` so many seconds is not
-    wanted any more; a tier that finds blocks by their keys has ``NO_SLOTS`` on its side. A load
-    ``in_parts`` lands layer after layer, so that the model can begin to read it before it is whole.
+    ``group`` is the group of layers that the blocks belong to; it selects the device layout. A
+    transfer to or from a lower tier has the blocks' ``keys``, and must begin ``within`` this many
+    seconds or not at all. Keyed tiers have ``NO_SLOTS`` on their side. A load ``in_parts`` arrives
+    part by part, so that the model can read the first layers before the last ones have arrived.
     """
 
     id: TransferId
@@ -86,10 +86,10 @@ class Transfer:
 
 @dataclass(frozen=True, eq=False)
 class Question:
-    """Which of these ``keys`` a tier has, to be answered ``within`` so many seconds.
+    """A lookup of ``keys`` in a tier, to be answered ``within`` this many seconds.
 
-    Its id is one of the transfers' ids and its answer a receipt: the positions of the keys that are
-    not there count as failed.
+    Its id is from the same sequence as the transfers' ids. A receipt answers it; the positions of
+    the keys that the tier does not have are its ``failed``.
     """
 
     id: TransferId
@@ -105,9 +105,9 @@ class Question:
 class Reset:
     """A reset of the cache, for tiers that outlive their process.
 
-    Blocks stored before it have a lower reset ``number``, and are found no more. ``epoch`` is that
-    of the keys from now on: where blocks outlive the server, it is no part of their names. Unless
-    ``is_kept``, what is stored from now on is not for another server either.
+    Blocks stored before the reset have a lower reset ``number`` and never match again. ``epoch`` is
+    part of the keys from now on, except in tiers that outlive the server. Unless ``is_kept``, only
+    this server may use the blocks stored from now on.
     """
 
     number: int
@@ -119,8 +119,8 @@ class Reset:
 class Plan:
     """One step's orders for every rank.
 
-    First the tiers named in ``forget`` forget everything, by ``reset``; then ``questions`` are
-    asked and ``transfers`` are submitted in their order (loads before stores).
+    A worker first carries out ``reset`` on the tiers named in ``forget``. Then it asks
+    ``questions`` and submits ``transfers``, in order (loads before stores).
     """
 
     step: int
@@ -136,17 +136,17 @@ class Plan:
 class Outcome(Enum):
     """How a transfer ended on one rank."""
 
-    OK = "ok"  # all of it
-    PARTIAL = "partial"  # all but some blocks, which are named; only below the host
-    FAILED = "failed"  # none of it counts
+    OK = "ok"  # all blocks were copied
+    PARTIAL = "partial"  # all but the blocks in ``Receipt.failed`` were; lower tiers only
+    FAILED = "failed"  # no block counts as copied
 
 
 @dataclass(frozen=True)
 class Receipt:
-    """What became of one transfer, or of one question, on one rank.
+    """How one transfer or question ended on one rank.
 
-    ``failed`` are the positions of the blocks that did not move (or are not there) where the others
-    did. ``path`` is the way it was copied.
+    ``failed`` has the positions of the blocks that were not copied (or not found), if the outcome
+    is partial. ``path`` is the name of the copy path.
     """
 
     transfer_id: TransferId
@@ -161,10 +161,10 @@ class Receipt:
 
 @dataclass(frozen=True, eq=False)
 class Opened:
-    """What one rank's tier with places has from an earlier life, once it is open.
+    """The blocks that one rank's tier with slots (``places``) has from an earlier process.
 
-    Only blocks of the same ``reset_number`` on all ranks count. ``stores`` says where the files of
-    a disk are.
+    Only blocks with the same ``reset_number`` on all ranks count. ``stores`` describes the stores
+    on disk.
     """
 
     num_places: int
@@ -176,9 +176,9 @@ class Opened:
 
 @dataclass(frozen=True)
 class Health:
-    """A tier went away on one rank, or came back: ``reason`` says why it cannot be used.
+    """A tier of one rank became unavailable, for ``reason``, or available again (no reason).
 
-    Told when it changes. ``opened`` has what a tier holds that could not be opened at the start.
+    Sent on a change only. ``opened`` is set when a tier opens late, after the start.
     """
 
     rank: Rank
@@ -188,17 +188,17 @@ class Health:
 
 
 class MatchState(Enum):
-    """What to do about a request that was looked up."""
+    """What the engine should do after the lookup of a request."""
 
     MISS = "miss"  # nothing to load: compute
-    HIT = "hit"  # blocks are pinned: allocate device blocks, then load
-    WAIT = "wait"  # they come up, or another request loads them: ask again after the next settle
+    HIT = "hit"  # the blocks are leased: allocate device blocks, then load
+    WAIT = "wait"  # pending, or another request loads them: match again after ``Scheduler.settle``
 
 
 class Match(NamedTuple):
-    """The answer for one request: ``num_tokens`` in all can be had without computing them.
+    """The lookup result of one request: its first ``num_tokens`` need not be computed.
 
-    Those include the ``computed_tokens`` the engine already has, so ``to_load`` are new.
+    They include the ``computed_tokens`` that the engine already has; ``to_load`` are the others.
     """
 
     state: MatchState
@@ -218,7 +218,7 @@ class DeviceBlocks(NamedTuple):
 
 
 class Landing(NamedTuple):
-    """A transfer that every rank has answered for; ``reason`` says why it failed, if it did."""
+    """A transfer for which every rank has sent its receipt; ``reason`` is empty on success."""
 
     transfer_id: TransferId
     reason: str

@@ -1,4 +1,4 @@
-"""The worker half: carries out plans, reports receipts, knows no requests."""
+"""The worker: carries out plans and reports receipts; knows no requests."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from kvferry.types import (
 )
 
 Route = tuple[TierName, TierName]
-"""From which tier to which."""
+"""Source tier and destination tier of a transfer."""
 
 
 class Worker:
-    """One rank's half: sends each order of a plan to the mover of its route.
+    """Carries out plans on one rank: passes each order to the mover of its route.
 
-    Owns the movers (and closes them). Every transfer and question it was given ends in exactly one
-    receipt, whatever goes wrong.
+    Owns and closes the movers. Every transfer and question of a plan ends in exactly one receipt,
+    whatever fails.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class Worker:
         tiers: Mapping[TierName, LowerTierMover] | None = None,
         rank: Rank = FIRST_RANK,
     ) -> None:
-        """``tiers`` are those below the host, by name: each carries its routes both ways."""
+        """Take movers by route, and ``tiers``: lower tiers by name, each for both directions."""
         self.rank = rank
         self._tiers = dict(tiers or {})
         self._routes = dict(movers)
@@ -47,14 +47,14 @@ class Worker:
             self._routes[HOST, name] = self._routes[name, HOST] = tier
         self._movers = list({id(mover): mover for mover in self._routes.values()}.values())
         self._refused: list[Receipt] = []
-        self._shut_out: list[Health] = []
+        self._detached: list[Health] = []
         self._closed = False
 
     def execute(self, plan: Plan) -> None:
-        """Submit a plan's orders, in its order.
+        """Submit the orders of a plan.
 
-        Call it when the compute that wrote the stored blocks has been queued, and before the
-        compute that reads the loaded ones is.
+        Call this after the compute that wrote the stored blocks was queued, and before the compute
+        that reads the loaded blocks is.
         """
         if self._closed:
             raise ClosedError("the worker is closed; no plan can be executed")
@@ -76,13 +76,13 @@ class Worker:
                 continue
             try:
                 mover.submit(transfer)
-            except Exception as error:  # a plan must not stop half-way: others wait for the rest
+            except Exception as error:  # the rest of the plan must still be submitted
                 self._refuse(transfer.id, f"{type(error).__name__}: {error}")
 
     def poll(self) -> list[Receipt]:
-        """Receipts since the last call; never blocks.
+        """Return the receipts since the last call; never blocks.
 
-        What a mover raises is passed on; the receipts of the others come with the next call.
+        If a mover raises, the exception propagates; the next call returns the others' receipts.
         """
         receipts, self._refused = self._refused, []
         try:
@@ -94,8 +94,8 @@ class Worker:
         return receipts
 
     def health(self) -> list[Health]:
-        """The tiers that went away or came back since the last call; never blocks."""
-        changes, self._shut_out = self._shut_out, []
+        """Return the tiers that became unavailable or available since the last call."""
+        changes, self._detached = self._detached, []
         for tier in self._tiers.values():
             change = tier.health()
             if change is not None:
@@ -103,23 +103,28 @@ class Worker:
         return changes
 
     def drain(self, timeout: float | None = None) -> list[Receipt]:
-        """Wait until no copy touches the device, or for ``timeout`` seconds; returns receipts.
+        """Wait until no copy touches the device, or for ``timeout`` seconds; return the receipts.
 
-        Tiers are neither waited for nor asked: one may hang, or be the mover whose ``poll`` failed.
+        Lower tiers are neither drained nor polled: one may hang, or its ``poll`` may have failed.
+        If a mover raises, the next call returns the receipts so far, as in :meth:`poll`.
         """
         end = None if timeout is None else time.monotonic() + timeout
         receipts, self._refused = self._refused, []
-        for mover in self._movers:
-            if not any(mover is tier for tier in self._tiers.values()):
-                left = None if end is None else max(0.0, end - time.monotonic())
-                receipts += mover.drain(left)
+        try:
+            for mover in self._movers:
+                if not any(mover is tier for tier in self._tiers.values()):
+                    left = None if end is None else max(0.0, end - time.monotonic())
+                    receipts += mover.drain(left)
+        except BaseException:
+            self._refused = receipts
+            raise
         return receipts
 
     def close(self) -> None:
-        """Finish what was submitted and close the movers. Safe to call twice."""
+        """Finish the submitted orders and close the movers. Safe to call twice."""
         if not self._closed:
             self._closed = True
-            with ExitStack() as closing:  # all of them, also when one cannot
+            with ExitStack() as closing:  # closes all of them, even if one raises
                 for mover in reversed(self._movers):
                     closing.callback(mover.close)
 
@@ -129,10 +134,10 @@ class Worker:
             return
         try:
             tier.forget(reset)
-        except Exception as error:  # it may still hold what must never be read again: shut it out
+        except Exception as error:  # it may still have blocks from before the reset: detach it
             del self._tiers[name], self._routes[HOST, name], self._routes[name, HOST]
             reason = f"it could not forget: {type(error).__name__}: {error}"
-            self._shut_out.append(Health(self.rank, name, reason))
+            self._detached.append(Health(self.rank, name, reason))
 
     def _refuse(self, order_id: TransferId, reason: str) -> None:
         self._refused.append(Receipt(order_id, self.rank, Outcome.FAILED, reason))

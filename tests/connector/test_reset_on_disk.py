@@ -134,7 +134,7 @@ def test_a_mark_that_fails_is_not_claimed(
     sides = live()
     chat(sides, 0)
     with monkeypatch.context() as patch:
-        patch.setattr(ranks, "reset_apart", lambda *told: "No space left on device")
+        patch.setattr(ranks, "reset_in_child", lambda *told: "No space left on device")
         assert not sides.side.reset()
     assert "No space left on device" in caplog.text
     assert sides.side.serving is not None, "it serves on"

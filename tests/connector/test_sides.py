@@ -319,10 +319,33 @@ def test_what_is_given_back_before_it_was_copied_is_not_found(make, is_sent):
         sides.answer(0, 1)
     sides.rest()
     assert sides.side.match(request_of("reader", HASHES), 0) == (0, False)
-    assert not engine._released_before
     assert engine.num_held == 0
     sides.side.serving.scheduler.check_integrity()
     wanted = sides.converse("again", hashes_of(3))
     places = sides.promise(request_of("later", hashes_of(3)))
     sides.step()
     assert_same(sides.bytes_at(places), wanted)
+
+
+def test_a_hold_for_a_load_outlasts_a_store_that_was_given_back_before(make):
+    """Seen red: the next reset took the slow store's blocks back again, under the load."""
+    sides = make()
+    wanted = sides.converse("a", hashes_of(3, 3))
+    sides.end(sides.compute("writer", HASHES))
+    engine, storing = sides.side.serving.engine, sides.orders()
+    sides.side.give_back()
+    sides.pool.get_new_blocks(sides.pool.get_num_free_blocks() - 4)  # all but the store's
+    reader = request_of("reader", hashes_of(3, 3))
+    places, loading = sides.promise(reader), sides.orders()
+    sides.side.give_back()
+    assert engine.num_held == 3
+    sides.free(reader)  # an abort
+    assert all(sides.pool.blocks[number].ref_cnt == 1 for number in places)
+    sides.run(storing)
+    sides.answer(0, 1)
+    assert engine.num_held == 3, "the store's landing ends no other hold"
+    sides.run(loading)
+    assert_same(sides.bytes_at(places), wanted)
+    sides.answer(0, 1)
+    assert engine.num_held == 0
+    assert all(sides.pool.blocks[number].ref_cnt == 0 for number in places)

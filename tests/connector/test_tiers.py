@@ -230,7 +230,7 @@ def test_a_block_lost_on_one_rank_is_a_shorter_hit_with_the_right_bytes(make):
 
 
 def test_a_hung_tier_neither_holds_a_request_nor_the_end(make, monkeypatch):
-    monkeypatch.setattr("kvferry.tiers.movers._kept", [])
+    monkeypatch.setattr("kvferry.tiers.movers._abandoned_memory", [])
     sides = make(2, promote_deadline="200ms")
     for number in range(8):
         chat(sides, number)

@@ -84,7 +84,7 @@ def compute_does_not_wait(rig: Rig, driver: Mutant) -> None:
 def slot_streams(rig: Rig) -> set[int]:
     """The streams on which gathers run."""
     ring = rig.ring()
-    return rig.ring_streams() - {ring.for_ids}
+    return rig.ring_streams() - {ring.id_stream}
 
 
 def kernels_do_not_wait_for_compute(rig: Rig, driver: Mutant) -> None:
@@ -93,7 +93,7 @@ def kernels_do_not_wait_for_compute(rig: Rig, driver: Mutant) -> None:
 
 
 def nobody_waits_for_ids(rig: Rig, driver: Mutant) -> None:
-    driver.ignored = frozenset({rig.ring().for_ids})
+    driver.ignored = frozenset({rig.ring().id_stream})
 
 
 def nobody_waits_for_kernels(rig: Rig, driver: Mutant) -> None:
@@ -221,7 +221,7 @@ def stores_whose_ids_are_late(rig: Rig) -> bool:
         rig.store(before, before)
         rig.drain()
         if rig.path == "kernels":
-            rig.driver.timeline.frozen = {rig.ring().for_ids}
+            rig.driver.timeline.frozen = {rig.ring().id_stream}
         rig.store(now, now)
         rig.wait_until_queued()
         rig.driver.timeline.run_all()  # everything that does not wait for the ids

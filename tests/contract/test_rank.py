@@ -157,7 +157,7 @@ def test_a_tier_that_cannot_be_opened_takes_the_rank_back() -> None:
 def test_a_tier_that_hangs_does_not_hang_the_close_and_keeps_the_memory(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvferry.tiers.movers._kept", [])
+    monkeypatch.setattr("kvferry.tiers.movers._abandoned_memory", [])
     rank = RankMemory.open([KV.layout], settings(tiers="memory:1MiB"))
     name, hung = TierName("memory"), threading.Event()
     mover = rank.tiers[name]

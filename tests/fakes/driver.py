@@ -109,7 +109,7 @@ class FakeDriver(Driver):
             self._inside.depth = depth
 
     @contextmanager
-    def beside_captures(self) -> Iterator[None]:
+    def allow_during_capture(self) -> Iterator[None]:
         yield
 
     def identity(self) -> DeviceIdentity:

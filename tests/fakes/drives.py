@@ -194,7 +194,7 @@ class ThreadDrive(ChildProcess):
         self._theirs.is_ended = True
         self._theirs.wake()
 
-    def take_back_memory(self, timeout: float = 0.0) -> bool:
+    def stop_memory_writes(self, timeout: float = 0.0) -> bool:
         self.kill()
         return True
 

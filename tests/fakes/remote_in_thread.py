@@ -63,8 +63,8 @@ class Watched:
             return [fault]
         return await self._inner.put(names, objects, replace=replace)
 
-    async def tend(self, log: Log) -> None:
-        await self._inner.tend(log)
+    async def run_background(self, log: Log) -> None:
+        await self._inner.run_background(log)
 
     async def forget(self, folder: str) -> None:
         await self._inner.forget(folder)

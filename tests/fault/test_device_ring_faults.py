@@ -86,6 +86,6 @@ def test_a_receipt_waits_for_a_gather_that_no_copy_follows() -> None:
 def test_a_receipt_waits_for_ids_that_no_kernel_waits_for() -> None:
     """They are on their way when the driver refuses to say when they arrive."""
     with opened(512, seed=0) as (rig, ring):
-        rig.driver.timeline.frozen = {ring.for_ids}
+        rig.driver.timeline.frozen = {ring.id_stream}
         rig.driver.fail("record_event", nth=3)  # after those behind compute and at the start
-        check_receipt_waits(rig, rig.store(STORED, STORED), ring.for_ids)
+        check_receipt_waits(rig, rig.store(STORED, STORED), ring.id_stream)

@@ -19,7 +19,7 @@ from tests.unit.test_ferry_tiers import fill as fill_ferry
 import kvferry
 from kvferry.tiers.disk import state
 from kvferry.tiers.disk.files import DiskFile
-from kvferry.tiers.disk.state import is_here, reset_apart, reset_stores
+from kvferry.tiers.disk.state import is_here, reset_in_child, reset_stores
 from kvferry.tiers.disk.store import Store
 from kvferry.tiers.disk.superblock import StoreAt
 from kvferry.tiers.disk.tier import DiskTier
@@ -247,12 +247,12 @@ def test_stores_are_reset_from_a_process_of_its_own(
     gone = gone._replace(folder=str(tmp_path / "none"))
     stranger = here._replace(store_id=bytes(16))
     assert not is_here(stranger)
-    told = reset_apart([gone, here], time.time_ns(), 60)
+    told = reset_in_child([gone, here], time.time_ns(), 60)
     assert told == f"{gone.folder}: the store is no longer there"
     assert left(tmp_path / "one") == []
     assert left(tmp_path / "two") == [4, 2]
     monkeypatch.setattr(state, "run_module", lambda *told: b"")
-    assert "JSONDecodeError" in reset_apart([here], 1, 60)
+    assert "JSONDecodeError" in reset_in_child([here], 1, 60)
 
 
 # -- a ferry --------------------------------------------------------------------------------------

@@ -95,7 +95,7 @@ def test_a_drive_whose_engine_hangs_up_waits_for_no_store(
     channel, began = Channel(theirs), time.monotonic()
     setup = DriveSetup(str(tmp_path), identity(), BOUND, os.getpid())
     with Store.open(tmp_path, identity(), BOUND), pytest.raises(StoreInUseError):
-        drive._open_patiently(setup, channel)
+        drive._open_when_free(setup, channel)
     assert time.monotonic() - began < LONG / 2
     channel.close()
 

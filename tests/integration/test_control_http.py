@@ -207,7 +207,7 @@ def test_a_big_body_is_refused_before_it_is_read(polled):
 
 
 def test_a_busy_engine_says_so_and_answers_others_meanwhile(polled, monkeypatch):
-    monkeypatch.setattr(inboxes.Mailbox.order, "__defaults__", (0.3,))
+    monkeypatch.setattr(inboxes.Mailbox.command, "__defaults__", (0.3,))
     polled.keep_busy()
     status, told = order(polled.url, "drop", {"tokens": TOKENS})
     assert status == 503
@@ -230,14 +230,14 @@ def test_a_busy_engine_says_so_and_answers_others_meanwhile(polled, monkeypatch)
 
 
 def test_an_engine_that_closes_answers_waiting_clients(polled, monkeypatch):
-    monkeypatch.setattr(inboxes.Mailbox.order, "__defaults__", (60.0,))
+    monkeypatch.setattr(inboxes.Mailbox.command, "__defaults__", (60.0,))
     polled.keep_busy()
     told: list[tuple[int, dict]] = []
     waiting = threading.Thread(
         target=lambda: told.append(order(polled.url, "drop", {"tokens": TOKENS}))
     )
     waiting.start()
-    while not polled.ferry._mailbox.has_orders:
+    while not polled.ferry._mailbox.has_commands:
         time.sleep(0.001)
     polled.close()
     waiting.join()

@@ -165,7 +165,7 @@ def test_a_server_begins_when_the_store_that_it_shares_is_there(
 ) -> None:
     door.clock = refusing(door, 3)
     with ServerProcesses(sharing(door), 1) as fleet:
-        _, answer = fleet.hear()
+        _, answer = fleet.receive()
     assert answer is not None
     assert door.num_requests > 3
 

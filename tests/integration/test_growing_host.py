@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from tests.fakes.by_name import ByName
@@ -12,6 +14,7 @@ from kvferry.cache.pool import Pool
 from kvferry.cache.reach import FullAttention
 from kvferry.core.keys import Keys
 from kvferry.errors import InputError
+from kvferry.scheduler.stores import SLOTS_SECONDS
 from kvferry.types import Rank
 
 BLOCKS, BLOCK_TOKENS = 64, 16
@@ -61,3 +64,56 @@ def test_a_slot_is_given_out_when_every_rank_has_it() -> None:
     (blocks,) = scheduler.store("b", keys, (np.arange(4),), 64)
     assert len(blocks.blocks) == 4
     scheduler.close()
+
+
+class Start:
+    """A server's first prompt, of eight blocks: two slots are ready, and ``now`` passes."""
+
+    def __init__(self, groups: int = 1) -> None:
+        self.now = 0.0
+        self.engine = SimpleNamespace(evicts=False, num_free=1000, num_held=0)
+        self.scheduler = ByName(
+            Pool(40, num_ready=2),
+            [FullAttention(16)] * groups,
+            num_device_blocks=1000,
+            engine=self.engine,
+            clock=lambda: self.now,
+        )
+        self.keys = Keys.from_bytes([key(number) for number in range(8)])
+        self.tables = (np.arange(8),) * groups
+
+    def stored(self) -> int:
+        """Blocks that one more step stores."""
+        self.scheduler.store_left()
+        ordered = self.scheduler.store("a", self.keys, self.tables, 128)
+        return sum(len(blocks.blocks) for blocks in ordered)
+
+
+def test_the_first_prompt_waits_for_slots_rather_than_lose_its_blocks() -> None:
+    start = Start()
+    assert [start.stored(), start.stored()] == [2, 0]
+    start.scheduler.note_ready(Rank(0), 5)
+    start.now += 0.9 * SLOTS_SECONDS  # more have come: there may be more soon
+    assert [start.stored(), start.stored()] == [3, 0]
+    start.scheduler.note_ready(Rank(0), 40)
+    assert start.stored() == 3
+    assert start.scheduler.stored_tokens("a") == 128
+
+
+def test_several_groups_go_whole_once_there_are_slots() -> None:
+    start = Start(groups=2)
+    assert start.stored() == 0
+    start.scheduler.note_ready(Rank(0), 16)
+    assert start.stored() == 16
+
+
+@pytest.mark.parametrize("end", ["no more slots come", "the engine needs its blocks"])
+def test_a_store_does_not_wait_for_slots_for_ever(end: str) -> None:
+    start = Start()
+    assert start.stored() == 2
+    if end == "no more slots come":
+        start.now += SLOTS_SECONDS
+    else:
+        start.engine.num_free = 3
+    assert start.stored() == 0
+    assert start.scheduler.stored_tokens("a") == 128, "it is left out, as where all is in use"

@@ -18,7 +18,7 @@ FIRST, SECOND, CHAT = numbered([1, 2, 3]), numbered([1, 2, 4]), numbered([7, 8])
 class AtOnce(Mailbox):
     """Carries orders out where they are given."""
 
-    def order(self, work, patience=0.0):
+    def command(self, work, patience=0.0):
         return work()
 
 
@@ -43,7 +43,7 @@ class Asked:
 
     def order(self, action: str, name: str, **more: object) -> tuple[int, dict]:
         body = json.dumps({"request_id": name, **more}).encode()
-        reply = self.door.carry_out(("control", action), body)
+        reply = self.door.handle(("control", action), body)
         return int(reply.status), json.loads(reply.body)
 
 

@@ -13,7 +13,7 @@ from tests.fakes.crafted_keys import keys
 
 from kvferry.cache.slots import as_slots
 from kvferry.tiers.disk import state
-from kvferry.tiers.disk.block_file import Digests, Seals
+from kvferry.tiers.disk.block_file import AesProver, HashProver
 from kvferry.tiers.disk.files import DiskFile
 from kvferry.tiers.disk.index import DiskIndex, Shape
 from kvferry.tiers.disk.state import DayBudget, read_reset, write_reset
@@ -120,8 +120,8 @@ def test_a_page_is_as_written(tmp_path: Path) -> None:
 
 def test_records_in_a_page_are_as_said() -> None:
     (plain, sealed) = re.findall(r"(\d+) with proofs of 16 bytes, (\d+) with 28", PAGE)[0]
-    assert Shape(Digests.proof_bytes).per_page == int(plain)
-    assert Shape(Seals.proof_bytes).per_page == int(sealed)
+    assert Shape(HashProver.proof_bytes).per_page == int(plain)
+    assert Shape(AesProver.proof_bytes).per_page == int(sealed)
 
 
 def test_the_state_is_as_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

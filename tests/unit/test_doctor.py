@@ -24,7 +24,7 @@ from kvferry.tools.cli.commands import kvferry
 from kvferry.tools.doctor import checks as environment
 from kvferry.tools.doctor import drive
 from kvferry.tools.doctor.checks import Environment, Finding, Gpu, Grade, examine
-from kvferry.tools.doctor.drive import DriveFacts, file_system, look_at_drive, measure
+from kvferry.tools.doctor.drive import DriveSpeed, file_system, measure, measure_drive
 from kvferry.transfer.driver import BatchForm, DeviceIdentity
 
 CARD = Gpu(
@@ -54,7 +54,7 @@ FILES = {
 }
 PACKAGES = {"torch": "2.13.0", "triton": "3.7.1", "vllm": "0.32.0"}
 PACKAGES |= {"xxhash": "4.1.0", "cryptography": "50"}
-FAST = DriveFacts("", True, 3.5 * GiB, 3.0 * GiB)
+FAST = DriveSpeed("", True, 3.5 * GiB, 3.0 * GiB)
 KEY = base64.b64encode(bytes(32)).decode()
 
 
@@ -191,7 +191,7 @@ SICK = (
     ("disk /: space", F, "make the directory readable", disk(room=lambda path: None)),
     ("disk /: space", F, "make room", disk(room=lambda path: (GiB, GiB))),
     ("disk /: space", W, "set disk_size to", disk(room=lambda path: (90 * GiB, 40 * GiB))),
-    ("disk /: drive", F, "dmesg", disk(drive=lambda _: DriveFacts(error="denied"))),
+    ("disk /: drive", F, "dmesg", disk(drive=lambda _: DriveSpeed(error="denied"))),
     ("disk /: drive", W, "ext4 or xfs", disk(drive=lambda _: replace(FAST, is_direct=False))),
     ("disk /: drive", W, "NVMe", disk(drive=lambda _: replace(FAST, read_rate=90.0 * MiB))),
     ("disk checksums", F, ".[disk]", package("xxhash", None, {"disk": "/"})),
@@ -268,7 +268,7 @@ def test_a_card_is_looked_at_while_it_copies_and_left_as_it_was(monkeypatch):
 
     monkeypatch.setattr("kvferry.tools.doctor.checks.Driver.open", lambda device: driver)
     monkeypatch.setattr(environment, "_read_number", read)
-    gpu = environment.look_at_gpu(0)
+    gpu = environment.inspect_gpu(0)
     assert (gpu.identity, gpu.batch_form) == (driver.identity(), driver.batch_form)
     assert (gpu.width, gpu.max_width) == (16, 16)
     assert [path.rpartition("/")[2] for path in seen] == [
@@ -313,13 +313,13 @@ def test_a_drive_is_measured_and_nothing_is_left(tmp_path: Path, monkeypatch) ->
     found = measure(str(tmp_path))
     assert (found.error, found.read_rate is None, found.write_rate is None) == ("", False, False)
     assert not list(tmp_path.iterdir())
-    assert look_at_drive(str(tmp_path)).read_rate, "in a process of its own"
-    assert look_at_drive(str(tmp_path / "none")).error
+    assert measure_drive(str(tmp_path)).read_rate, "in a process of its own"
+    assert measure_drive(str(tmp_path / "none")).error
 
 
 def test_a_drive_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     real: Callable[..., Any] = subprocess.Popen
     sleeps = [sys.executable, "-c", "import time; time.sleep(60)"]
     monkeypatch.setattr(subprocess, "Popen", lambda command, **how: real(sleeps, **how))
-    monkeypatch.setattr(drive, "HANGS_AFTER", 0.2)
-    assert "not answered" in look_at_drive(str(tmp_path)).error
+    monkeypatch.setattr(drive, "HANG_SECONDS", 0.2)
+    assert "not answered" in measure_drive(str(tmp_path)).error

@@ -297,7 +297,7 @@ def test_a_cycle_that_holds_a_ferry_is_collected_from_its_own_thread() -> None:
 def test_ends_that_nobody_asks_for_are_bounded_and_the_newest_are_kept(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("kvferry.tickets._MOST_UNTOLD", 100)
+    monkeypatch.setattr("kvferry.tickets._MOST_UNREPORTED", 100)
     with attach() as ferry:
         keys = ferry.keys(range(TOKENS))
         ferry.wait(ferry.store(keys, [0]))

@@ -117,7 +117,7 @@ def hung(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     monkeypatch.setattr(lasting.ShelfTier, "_carry_out", hang)
     kept: list[object] = []
-    monkeypatch.setattr("kvferry.tiers.movers._kept", kept)
+    monkeypatch.setattr("kvferry.tiers.movers._abandoned_memory", kept)
     yield
     end.set()
     for thread in threads:  # they touch the memory, which is given back after this

@@ -171,7 +171,7 @@ def test_a_reset_ends_pending_hits_and_reaches_the_tier(attach):
 
 def test_a_tier_that_hangs_is_a_miss_by_its_deadline(attach, monkeypatch):
     kept: list[np.ndarray[Any, Any]] = []
-    monkeypatch.setattr("kvferry.tiers.movers._kept", kept)
+    monkeypatch.setattr("kvferry.tiers.movers._abandoned_memory", kept)
     ferry = attach(promote_deadline="50ms", tier_flush="50ms")
     _, gate = pending(ferry)
     ferry._rank.tiers["tiers"]._close_seconds = 0.05

@@ -127,8 +127,8 @@ def test_beside_a_busy_model_what_is_not_needed_yet_hardly_grows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Until more is wanted: then it goes on as if nothing had been said about that."""
-    monkeypatch.setattr(memory_module, "_AHEAD_BYTES", 100 * PAGE)
-    monkeypatch.setattr(memory_module, "_PIN_REST", 1.0)
+    monkeypatch.setattr(memory_module, "_MOST_UNUSED_BYTES", 100 * PAGE)
+    monkeypatch.setattr(memory_module, "_PIN_PAUSE_FACTOR", 1.0)
     wanted = [0]
     growth = growing(
         400, registrar=FakeRegistrar(seconds=1e-4), busy=lambda: True, wanted=lambda: wanted[0]

@@ -12,8 +12,8 @@ from kvferry.hostmem.limits import (
     AUTO_SHARE,
     Machine,
     Placement,
+    bind_thread,
     find_placement,
-    run_near,
     shortage,
     size_for,
 )
@@ -175,9 +175,9 @@ def test_threads_stay_on_processors_they_may_use() -> None:
     before = os.sched_getaffinity(0)
     one = min(before)
     try:
-        run_near(Placement("near", 0, frozenset({one, 4096})))
+        bind_thread(Placement("near", 0, frozenset({one, 4096})))
         assert os.sched_getaffinity(0) == {one}
-        run_near(Placement("far", 0, frozenset({4096})))
+        bind_thread(Placement("far", 0, frozenset({4096})))
         assert os.sched_getaffinity(0) == {one}
     finally:
         os.sched_setaffinity(0, before)

@@ -72,7 +72,7 @@ def test_frames_larger_than_the_sockets_room_arrive_whole_and_in_order() -> None
     one, other = map(Channel, socket.socketpair())
     sent = [os.urandom(size) for size in (0, 1, 3_000_000, 10, 700_000)]
     for body in sent:
-        one.send(frame(FrameKind.SAYS, body))  # none of these waits
+        one.send(frame(FrameKind.LOG, body))  # none of these waits
     got: list[bytes] = []
     while len(got) < len(sent):
         one.wait(0.0)
@@ -153,7 +153,7 @@ def test_a_child_that_cannot_serve_says_why_and_is_gone() -> None:
         assert b"JSONDecodeError" in reason
         assert child.wait(LONG)
         assert child.ending == "ended with status 0"
-        assert child.take_back_memory()
+        assert child.stop_memory_writes()
     finally:
         child.kill()
         child.close()

@@ -11,7 +11,7 @@ from kvferry.cache.pool import Pool
 from kvferry.cache.reach import FullAttention
 from kvferry.core.identity import Namespace, chain
 from kvferry.scheduler.journal import MOST_COPIES, MOST_REQUESTS, Reason
-from kvferry.telemetry.source import plain
+from kvferry.telemetry.source import entry_as_data
 from kvferry.types import FIRST_RANK, Outcome, Rank, Receipt
 
 NAMESPACE = Namespace(model="m", dtype="float32", layout="test", geometry="g", block_tokens=4)
@@ -49,7 +49,7 @@ def test_a_request_is_told_with_its_copies():
     assert stored.explanation is None
     assert [copy.dst for copy in stored.copies] == ["host"]
     assert scheduler.recent() == ("a", "b")
-    assert json.loads(json.dumps(plain("b", entry)))["copies"][0]["paths"] == ["dma"]
+    assert json.loads(json.dumps(entry_as_data("b", entry)))["copies"][0]["paths"] == ["dma"]
 
 
 def test_failed_copies_say_why_and_ranks_are_summed():

@@ -27,7 +27,7 @@ class Askers:
 
     def ask(self, work: Callable[..., object], *args: object) -> None:
         def run() -> None:
-            self.answers.append(self._mailbox.ask(work, *args, patience=30))
+            self.answers.append(self._mailbox.query(work, *args, patience=30))
 
         thread = threading.Thread(target=run)
         self.threads.append(thread)
@@ -41,14 +41,14 @@ class Askers:
 
 @pytest.fixture(autouse=True)
 def _noted(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked, is_done = threading.Semaphore(0), source._Mail.is_done
+    asked, is_done = threading.Semaphore(0), source._Call.is_done
 
     def noted(mail: Any, seconds: float) -> bool:
         asked.release()
         return is_done(mail, seconds)
 
     monkeypatch.setattr(Askers, "asked", asked, raising=False)
-    monkeypatch.setattr(source._Mail, "is_done", noted)
+    monkeypatch.setattr(source._Call, "is_done", noted)
 
 
 def answer_all(mailbox: Mailbox, askers: Askers) -> None:
@@ -130,7 +130,7 @@ def test_an_engine_that_wakes_up_in_the_middle_of_a_look_does_not_fail_it():
                 counts[f"new {len(looks)}"] = 1  # the engine's thread, as it wakes up
         return found
 
-    assert mailbox.ask(look, patience=0.001)["a"] == 1
+    assert mailbox.query(look, patience=0.001)["a"] == 1
     assert len(looks) == 3
 
 
@@ -139,7 +139,7 @@ def test_a_question_is_answered_on_the_engines_thread():
     where: list[object] = []
 
     def ask():
-        where.append(mailbox.ask(threading.get_ident, patience=30))
+        where.append(mailbox.query(threading.get_ident, patience=30))
         done.set()
 
     mailbox.before_answers = lambda: where.append("drained")
@@ -154,14 +154,14 @@ def test_a_question_is_answered_on_the_engines_thread():
 def test_an_error_is_raised_for_the_asking_client():
     mailbox = Mailbox()
     with pytest.raises(ZeroDivisionError):
-        mailbox.ask(lambda: 1 // 0, patience=0.001)
+        mailbox.query(lambda: 1 // 0, patience=0.001)
 
     def bad():
         raise ValueError("no")
 
     def ask():
         with pytest.raises(ValueError, match="no"):
-            mailbox.ask(bad, patience=30)
+            mailbox.query(bad, patience=30)
 
     asker = threading.Thread(target=ask)
     asker.start()
@@ -195,7 +195,7 @@ def test_the_engines_thread_only_hands_out_facts():
     """The scheduler is asked on its own thread alone."""
     mailbox, scheduler = Mailbox(pause=0), FakeScheduler()
     # However late the engine answers, the client does not read for itself.
-    mailbox.ask = partial(mailbox.ask, patience=30)  # type: ignore[method-assign]
+    mailbox.query = partial(mailbox.query, patience=30)  # type: ignore[method-assign]
     explaining = Source(scheduler, mailbox)  # type: ignore[arg-type]
     told: list[object] = []
     asker = threading.Thread(target=lambda: told.append(explaining.explain("cmpl-a")))
@@ -209,7 +209,7 @@ def test_the_engines_thread_only_hands_out_facts():
 
 def test_an_explanation_no_longer_changes_when_it_has_been_handed_out():
     mailbox, scheduler = Mailbox(), FakeScheduler()
-    mailbox.ask = partial(mailbox.ask, patience=0.001)  # type: ignore[method-assign]
+    mailbox.query = partial(mailbox.query, patience=0.001)  # type: ignore[method-assign]
     explaining = Source(scheduler, mailbox)  # type: ignore[arg-type]
     told = explaining.explain("cmpl-a-0-8b2677e5")
     assert told is not None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from tests.fakes.desk import Desk, story
 
-from kvferry.telemetry.source import plain
+from kvferry.telemetry.source import entry_as_data
 
 
 @pytest.mark.parametrize("in_parts", [False, True])
@@ -20,4 +20,4 @@ def test_it_is_told(in_parts: bool) -> None:
     desk.scheduler.stats()  # what waits in the event log is counted
     entry = desk.scheduler.onlooker.journal("reader")
     assert entry is not None
-    assert plain("reader", entry)["overlaps"] == in_parts
+    assert entry_as_data("reader", entry)["overlaps"] == in_parts

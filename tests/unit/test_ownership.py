@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from kvferry.core.lifecycle import OneThread
+from kvferry.core.lifecycle import OwnerThread
 from kvferry.errors import StateError
 
 
@@ -20,7 +20,7 @@ def in_a_thread(work: Callable[[], object]) -> threading.Thread:
 class Long:
     """A thread that uses something and lives on until it may end."""
 
-    def __init__(self, owner: OneThread) -> None:
+    def __init__(self, owner: OwnerThread) -> None:
         self._owner = owner
         self._is_used, self.may_end = threading.Event(), threading.Event()
         self.thread = in_a_thread(self._run)
@@ -38,7 +38,7 @@ def test_a_thread_with_the_number_of_one_that_ended_is_an_owner_like_any_other()
     The system gives a number out again as it likes, so this is tried many times.
     """
     for _ in range(100):
-        owner = OneThread("the thing")
+        owner = OwnerThread("the thing")
         first = in_a_thread(owner.require)
         first.join()
         second = Long(owner)

@@ -7,7 +7,7 @@ from tests.fakes.pools import evict
 
 from kvferry.cache.pool import Pool
 from kvferry.scheduler.control import QUEUE_SECONDS, QUEUE_SHARE, Control
-from kvferry.scheduler.tier import SlotTier, WriteMode
+from kvferry.scheduler.tier import KeyedTier, SlotTier, WriteMode
 from kvferry.types import HOST, MatchState, TierName
 
 DISK = TierName("disk")
@@ -106,6 +106,21 @@ def test_who_is_gone_is_fetched_for_no_more() -> None:
     assert not ahead(desk).has_prefetches
     desk.run()
     desk.check_empty()
+
+
+def test_who_leaves_before_anything_came_costs_others_nothing() -> None:
+    """Seen red: all that the host had of the prompt, which it had not fetched, went first."""
+    desk = Desk(tiers=[KeyedTier(TierName("far"), WriteMode.NEVER)], slots=16)
+    desk.keep("b", story(2, 4), 16)
+    desk.keep("c", story(1, 4), 16)
+    queue(desk, "a", 1)
+    desk.plan()
+    assert desk.asked, "what else there is of it only the tier can tell"
+    desk.scheduler.finish("a")
+    desk.plan()
+    assert not ahead(desk).has_prefetches
+    desk.keep("d", story(3, 12), 48)
+    assert desk.pool.cached(desk.scheduler.matcher.names[0].of(story(1, 4), range(4))).all()
 
 
 def test_a_reset_ends_it() -> None:

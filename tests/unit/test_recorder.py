@@ -53,7 +53,7 @@ def test_the_engine_never_waits_and_nothing_grows(
     for _ in range(10_000):
         recorder.see(request)
     assert recorder.num_missed > 5000
-    assert len(recorder._waiting) <= 4096
+    assert len(recorder._queue) <= 4096
     gate.is_open.set()
     recorder.close()
     assert "came faster than they could be recorded" in caplog.text

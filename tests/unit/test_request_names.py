@@ -5,7 +5,12 @@ from __future__ import annotations
 import pytest
 
 from kvferry.errors import InputError
-from kvferry.telemetry.source import MOST_REQUESTS, is_of_client, read_name, requests_of
+from kvferry.telemetry.source import (
+    MOST_REQUESTS,
+    answer_requests,
+    matches_client_id,
+    split_request_id,
+)
 
 OWN = "0f1e2d3c4b5a6978"
 """What vLLM calls a request whose client gave it no name."""
@@ -40,7 +45,7 @@ OWN = "0f1e2d3c4b5a6978"
     ],
 )
 def test_an_engines_name_says_whose_answer_it_is_of(request_id, answer, part):
-    assert read_name(request_id) == (answer, part)
+    assert split_request_id(request_id) == (answer, part)
 
 
 @pytest.mark.parametrize(
@@ -64,11 +69,11 @@ def test_an_engines_name_says_whose_answer_it_is_of(request_id, answer, part):
     ],
 )
 def test_a_request_is_known_by_the_name_its_client_has(name, request_id, is_found):
-    assert is_of_client(name, request_id) is is_found
+    assert matches_client_id(name, request_id) is is_found
 
 
 def test_an_answer_of_very_many_requests_is_not_for_one_order():
     ids = [f"{at}_cmpl-a-0-11111111" for at in range(MOST_REQUESTS + 1)]
-    assert len(requests_of("cmpl-a", ids[1:])) == MOST_REQUESTS
+    assert len(answer_requests("cmpl-a", ids[1:])) == MOST_REQUESTS
     with pytest.raises(InputError, match=r"257 requests.*256 at most"):
-        requests_of("cmpl-a", ids)
+        answer_requests("cmpl-a", ids)

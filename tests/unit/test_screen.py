@@ -107,7 +107,7 @@ def explained(**changes: object) -> str:
     console = Console(width=200, highlight=False, color_system=None)
     with console.capture() as capture:
         answer = {"request_id": "chatcmpl-0", "explanation": why, "copies": [copy]}
-        cli_explain.put_explained(answer, console)
+        cli_explain.print_explanation(answer, console)
     return capture.get()
 
 

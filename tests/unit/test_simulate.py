@@ -22,11 +22,11 @@ from kvferry.cache.policies.lru import Lru
 from kvferry.cache.replay import PoolReplay
 from kvferry.errors import ConfigError
 from kvferry.sim.simulation import (
-    Future,
+    PreviousUses,
     SchedulerReplay,
     Simulation,
     Trial,
-    all_knowing,
+    clairvoyant_hits,
     simulate,
 )
 from kvferry.telemetry.traces import TraceRequest
@@ -222,8 +222,8 @@ PATHS = ([0], [0, 1], [0, 1, 2], [0, 1, 3], [0, 4], [0, 4, 5], [6], [6, 7], [6, 
     requests=st.lists(st.sampled_from(PATHS), min_size=1, max_size=8), capacity=st.integers(1, 4)
 )
 def test_the_bound_is_the_best_there_is(requests: list[list[int]], capacity: int) -> None:
-    future = Future.of([request(n, ids) for n, ids in enumerate(requests)])
-    assert all_knowing(future, capacity).sum() == best_by_search(requests, capacity)
+    future = PreviousUses.of([request(n, ids) for n, ids in enumerate(requests)])
+    assert clairvoyant_hits(future, capacity).sum() == best_by_search(requests, capacity)
 
 
 class Told(Lru):

@@ -14,7 +14,9 @@ from kvferry.core.keys import Keys
 from kvferry.scheduler.tier import SlotTier, WriteMode
 from kvferry.types import (
     HOST,
+    Health,
     MatchState,
+    Rank,
     TierName,
 )
 
@@ -252,3 +254,31 @@ def test_a_tier_is_measured_by_the_time_in_which_it_had_something_to_bring() -> 
     desk.land(hung)
     desk.scheduler.finish("d")
     desk.check_empty()
+
+
+@pytest.mark.parametrize("num_stored", [0, 4])
+def test_an_outage_does_not_end_the_flush(num_stored: int) -> None:
+    """Seen red: what was left, failed or stored in an outage stayed in the host alone for ever."""
+    desk = Desk(tiers=[tier(write=WriteMode.SPILL)], slots=64, disk="/mnt", tier_flush="1min")
+    writeback = desk.scheduler.writeback
+    desk.keep("a", story(1, 16), 64)
+    writeback.flush()
+    desk.plan()
+    desk.now += 1
+    desk.scheduler.note_health(Health(Rank(0), DISK, "its cable was pulled"))
+    assert not writeback.flush_is_due, "an idle engine is not stepped for nothing"
+    assert not writeback.can_flush
+    assert len(desk.flying) == 1
+    desk.land(failed="its cable was pulled")
+    desk.keep("b", story(2, num_stored), 4 * num_stored)
+    writeback.flush()
+    assert not desk.plan()
+    assert not writeback.is_flushing
+    desk.scheduler.note_health(Health(Rank(0), DISK, ""))
+    while writeback.is_flushing:
+        writeback.flush()
+        desk.plan()
+        writeback.flush()  # an idle step while the first blocks are under way
+        desk.land()
+        desk.now += 1
+    assert below_pool(desk).counts.cached == 16 + num_stored

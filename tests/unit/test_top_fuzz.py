@@ -95,6 +95,6 @@ def test_any_json_is_an_error_or_can_be_shown(data):
         return
     json.dumps(answer, allow_nan=False)
     with suppress(ValueError):
-        cli_explain.put_recent(answer, console)
+        cli_explain.print_recent(answer, console)
     with suppress(ValueError):
-        cli_explain.put_explained(answer, console)
+        cli_explain.print_explanation(answer, console)

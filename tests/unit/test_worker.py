@@ -153,3 +153,20 @@ def test_a_mover_that_raises_does_not_stop_the_plan() -> None:
     assert receipts[TransferId(0)].reason == "OSError: bus error"
     assert receipts[TransferId(1)].outcome is Outcome.OK
     assert worker.drain() == []
+
+
+def test_a_drain_that_raises_keeps_the_receipts_of_the_movers_before_it() -> None:
+    class Broken(FakeMover):
+        def drain(self, timeout: float | None = None) -> list[Receipt]:
+            if self.fault is not None:
+                raise self.fault
+            return super().drain(timeout)
+
+    fine, broken = FakeMover(), Broken()
+    worker = Worker({(HOST, DEVICE): fine, (DEVICE, HOST): broken})
+    worker.execute(plan(transfer(0, HOST, DEVICE), transfer(1, DEVICE, HOST)))
+    broken.fault = OSError("the device is lost")
+    with pytest.raises(OSError, match="lost"):
+        worker.drain()
+    broken.fault = None
+    assert sorted(receipt.transfer_id for receipt in worker.drain()) == [0, 1]

@@ -1,11 +1,11 @@
-"""What happened in one pool, as plain records that readers pull when they have time.
+"""Event log of one pool: plain records that readers pull when they have time.
 
 ::
 
     lookup, lease or request  --append-->  EventLog  --take-->  readers: policy feed, counters, ...
 
-Appending runs no code of a reader. So a lease ends, and a request is answered, without waiting for
-the eviction policy.
+Appending runs no code of a reader. So ending a lease and answering a request never wait for the
+eviction policy.
 """
 
 from __future__ import annotations
@@ -19,31 +19,31 @@ from kvferry.core.keys import Keys
 from kvferry.types import NO_SLOTS, SlotArray
 
 MANY_EVENTS = 32
-"""The backlog of the policy feed from which a lookup or a touch drains it: about a millisecond."""
+"""Unread events at which a pool call drains the policy feed: about a millisecond of work."""
 
 
 class EventKind(IntEnum):
-    """What happened; the comments name the fields of :class:`PoolEvent` that are set."""
+    """Kind of an event; the comments name the fields of :class:`PoolEvent` that are set."""
 
     LOOKUP = 0  # a request asked for blocks: request, keys, slots (of its hit), tokens
-    LOAD = 1  # blocks are copied to the device: request, slots
+    LOAD = 1  # a load of blocks to the device was ordered: request, slots
     STORE = 2  # blocks were committed: slots
-    USE = 3  # blocks served a request, or others were stored behind them: slots
-    RETURN = 4  # blocks may be evicted again, without having been used: slots
-    HINT = 5  # a hint was given for a request's blocks: keys, detail (an Evidence)
-    EVICT = 6  # blocks cannot be matched any more: keys, slots (unknown to the policy so far)
+    USE = 3  # blocks served a request, or a store added blocks after them: slots
+    RETURN = 4  # a claim that was no use ended, and blocks may be evicted again: slots
+    HINT = 5  # a request's blocks got a hint: keys, detail (an Evidence)
+    EVICT = 6  # blocks cannot be matched any more: keys, slots (that the policy may hold)
     FOUND = 7  # a lower tier has these blocks: keys
-    LOST = 8  # a lower tier does not have these blocks any more: keys, or None for all
+    LOST = 8  # a lower tier no longer has these blocks: keys, or None for all
     PROMOTED = 9  # blocks were copied from a lower tier to the host: keys
-    RESULT = 10  # something else became known of a request: request, detail
-    PROMOTE = 11  # blocks are on their way up from a lower tier: keys, detail (its name)
+    RESULT = 10  # another result of a request: request, detail
+    PROMOTE = 11  # a promotion from a lower tier was ordered: keys, detail (the tier's name)
 
 
 ALL_KINDS = tuple(EventKind)
 
 
 class PoolEvent(NamedTuple):
-    """One record. ``keys`` may be a function, for a reader that needs them."""
+    """One record of the log. ``keys`` may be a function that returns them on demand."""
 
     at: float
     kind: EventKind
@@ -54,7 +54,7 @@ class PoolEvent(NamedTuple):
     detail: object = None
 
     def all_keys(self) -> Keys:
-        """The keys, made now where the record has only a function."""
+        """Return the keys, calling the function where ``keys`` is one."""
         keys = self.keys
         if isinstance(keys, Keys):
             return keys
@@ -62,35 +62,35 @@ class PoolEvent(NamedTuple):
 
 
 class Reader:
-    """One consumer's place in the log. It sees only the kinds that it asked for."""
+    """Queue of unread events for one consumer; holds only the kinds that the consumer asked for."""
 
     __slots__ = ("_log", "events")
 
     def __init__(self, log: EventLog) -> None:
         self._log = log
         self.events: deque[PoolEvent] = deque()
-        """What was appended since the last :meth:`take`, the oldest first."""
+        """Events appended since the last :meth:`take`, the oldest first."""
 
     def take(self) -> list[PoolEvent]:
-        """All records since the last call, the oldest first. Another thread may call this."""
+        """Return the events since the last call, the oldest first. Safe on another thread."""
         return [self.events.popleft() for _ in range(len(self.events))]
 
     def close(self) -> None:
-        """Append nothing for this reader any more."""
+        """Stop appending events for this reader."""
         every = self._log.queues
         every[:] = [[each for each in queues if each is not self.events] for queues in every]
 
 
 class EventLog:
-    """Appends records for its readers. Owns one queue for each reader, and keeps nothing else."""
+    """Appends each event to its readers' queues. Owns the list of queues and keeps no event."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self.queues: list[list[deque[PoolEvent]]] = [[] for _ in ALL_KINDS]
-        """By kind, those of the readers that asked for it."""
+        """For each kind, the queues of the readers that asked for it."""
 
     def reader(self, kinds: tuple[EventKind, ...] = ALL_KINDS) -> Reader:
-        """A reader of what is appended from now on."""
+        """Return a reader of the events of these kinds that are appended from now on."""
         reader = Reader(self)
         for kind in kinds:
             self.queues[kind].append(reader.events)
@@ -106,7 +106,7 @@ class EventLog:
         request: str = "",
         detail: object = None,
     ) -> None:
-        """Append a record of now, by the pool's clock."""
+        """Append an event with the current time of the pool's clock, if any reader wants it."""
         queues = self.queues[kind]
         if queues:
             event = PoolEvent(self._clock(), kind, slots, keys, tokens, request, detail)

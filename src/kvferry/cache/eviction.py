@@ -1,10 +1,10 @@
-"""Which blocks make room: the policy says which should go, chains, claims and pins which can.
+"""Eviction: the policy orders the blocks; chains, claims and pins decide which can be evicted.
 
 ::
 
     evict-first queue   blocks that a hint or the engine's author called less wanted
-    the policy          all others, in its order
-    soft pins           only where nothing else can go
+    the policy          all other blocks, in the policy's order
+    soft pins           only where nothing else can be evicted
 """
 
 from __future__ import annotations
@@ -33,26 +33,26 @@ from kvferry.errors import IntegrityError
 from kvferry.types import NO_SLOTS, SlotArray
 
 CONTINUES_SECONDS = 300.0
-"""How long a conversation that continues is pinned, where no hint says when it does."""
+"""Seconds to pin a conversation whose hint says that it continues, but not when."""
 CONTINUES_PRIORITY = 50
 
 _MOST_VAIN = 64
-"""Blocks that should go first and cannot go now, after which the policy is asked."""
+"""Slots of the evict-first queue examined beyond the number wanted, as some cannot be evicted."""
 
 
 class RankedSlots:
-    """Slots by priority, those of one priority in the order in which they came. Owns this order.
+    """The evict-first queue: slots by priority, first in, first out. Owns this order.
 
-    An interrupt between two steps may leave a slot's priority without its place, never the reverse.
+    An interrupt may leave a slot with a priority and in no queue, never the reverse.
     """
 
     def __init__(self) -> None:
         self.queues: dict[int, dict[int, None]] = {}
-        """By priority; a priority without slots is not here."""
+        """One queue of slots per priority; empty queues are removed."""
         self._priority: dict[int, int] = {}
 
     def add(self, slots: SlotArray, priority: int) -> None:
-        """These stand behind all others of this priority, and nowhere else."""
+        """Move these slots to the end of this priority's queue."""
         self.discard(slots)
         if len(slots):
             numbers = slots.tolist()
@@ -72,7 +72,7 @@ class RankedSlots:
                 del self._priority[slot]
 
     def first(self, priority: int, count: int) -> SlotArray:
-        """Up to ``count`` slots of one priority, in their order."""
+        """Return up to ``count`` slots of one priority, in queue order."""
         return np.array([*islice(self.queues.get(priority, ()), max(0, count))], dtype=np.int64)
 
     def clear(self) -> None:
@@ -83,7 +83,7 @@ class RankedSlots:
 class Eviction:
     """Makes room in a slot table. Owns the policy and its feed, pins, evict-first queue and quotas.
 
-    Slots in a call are those of one chain, in its order.
+    The slots of one call belong to one chain, in chain order.
     """
 
     def __init__(
@@ -94,16 +94,16 @@ class Eviction:
         clock: Callable[[], float],
     ) -> None:
         self.feeds_below = False
-        """Whether what goes from here is copied to a tier below."""
+        """Whether evicted blocks are copied to a lower tier."""
         self.pins = Pins(table.num_slots, int(table.num_slots * pin_share))
         self.before = 0
-        """The tenant that owns blocks of an earlier life, where slots belong to tenants."""
+        """Number of the tenant that owns blocks from before :meth:`divide` and from restarts."""
         self.feed = PolicyFeed(table.log, clock)
         self._table = table
         self._clock = clock
         self._first = RankedSlots()
         self.quotas: Quotas | None = None
-        """Which tenant owns each slot, where slots belong to tenants."""
+        """Which tenant owns each slot; None while slots belong to no tenant."""
         self._make_policy = policy
         self._residents = Residents(
             num_slots=table.num_slots,
@@ -119,16 +119,16 @@ class Eviction:
 
     @property
     def policy(self) -> EvictionPolicy:
-        """The policy, which has been told of everything by now."""
+        """The policy, after it has received all events logged so far."""
         self.feed.drain()
         return self.feed.policy
 
     # -- making room ----------------------------------------------------------------------------
 
     def make_room(self, count: int, own: SlotArray, arriving: Arriving) -> None:
-        """Evict until ``count`` slots are free or nothing more can go.
+        """Evict until ``count`` slots are free or no more blocks can be evicted.
 
-        The ``own`` slots stay: a chain must not push out its own beginning.
+        The ``own`` slots stay: a store must not evict the beginning of its own chain.
         """
         table = self._table
         if self.feed.has_failed:
@@ -142,7 +142,7 @@ class Eviction:
             if self._first.queues:
                 self._evict_first(count - table.free.count)
             self._evict_by_policy(count, arriving)
-            if count > table.free.count and self.pins.count:  # rather these than no store
+            if count > table.free.count and self.pins.count:  # end soft pins before failing a store
                 gave_way = self.pins.give_way(count - table.free.count)
                 is_own = np.isin(gave_way, own)
                 own_pins = gave_way[is_own]
@@ -154,18 +154,18 @@ class Eviction:
         finally:
             if len(own):
                 table.readers[own] -= 1
-            if len(own_pins):  # not before: while we claim them too, they would not count as idle
+            if len(own_pins):  # only now: under the claim above they would not count as idle
                 self._unclaim(own_pins)
 
     def _give_back(self) -> None:
-        """Give the policy, which has raised, the idle slots that it lost by that."""
+        """Give the policy the idle slots that it lost when it raised an exception."""
         self.feed.drain()
         idle = np.flatnonzero(self._table.is_idle(np.arange(self._table.num_slots)))
         self.feed.policy.put_back(idle[~self.feed.policy.holds(idle)])
         self.feed.has_failed = False
 
     def _evict_first(self, count: int) -> None:
-        """Evict up to so many of those that are wanted least."""
+        """Evict up to ``count`` blocks of the evict-first queue, the lowest priority first."""
         first, chains = self._first, self._table.chains
         found = [NO_SLOTS]
         for priority in sorted(first.queues):
@@ -174,7 +174,7 @@ class Eviction:
                 looked = first.first(priority, count + _MOST_VAIN)
                 can_go = self._table.is_idle(looked)
                 can_go[can_go] = chains.can_go(looked[can_go])
-                first.add(looked[~can_go], priority)  # they wait behind the others
+                first.add(looked[~can_go], priority)  # to the end of the queue
                 going = chains.children_first(looked[can_go])[:count]
                 first.discard(going)
                 found.append(going)
@@ -192,39 +192,39 @@ class Eviction:
             self._evict(self._victims(self.feed.policy, wanted, arriving))
 
     def _evict_fairly(self, quotas: Quotas, count: int, arriving: Arriving) -> None:
-        """Evict from each tenant as many blocks as it has to give up."""
+        """Evict from each tenant the number of blocks that its quota makes it give up."""
         self.feed.drain()
 
         def evict(policy: EvictionPolicy, wanted: int) -> SlotArray:
-            # At once: a policy that is asked again must not meet what has gone as a follower that
-            # stays. And with a newcomer of its own, or it takes it for one that lacks a little.
+            # Evict before the next call: evicted blocks must not count as followers that stay.
+            # A fresh ``Arriving`` each time: a policy takes the same object for a repeated call.
             going = self._victims(policy, wanted, Arriving(*arriving))
             self._evict(going)
             return going
 
-        # Once a tenant's blocks have gone, those of another that they followed can go as well.
+        # Evicting one tenant's blocks can make another tenant's blocks before them evictable.
         free = self._table.free
         while count > free.count and len(quotas.room(count - free.count, evict)):
             pass
 
     def _victims(self, policy: EvictionPolicy, wanted: int, arriving: Arriving) -> SlotArray:
-        """Up to ``wanted`` slots that can go together, which the policy has let go of.
+        """Return up to ``wanted`` slots that can be evicted together, taken from the policy.
 
-        Only idle slots go, whatever the policy names. A policy that names the same slots again and
-        again is asked no more once it has named as many as there are.
+        Only idle slots are returned, whatever the policy names. A policy that keeps naming the same
+        slots is asked no more once it has named more slots than the pool has.
         """
         chains, is_idle = self._table.chains, self._table.is_idle
         looked = np.empty(0, dtype=np.int64)
         can_go = np.empty(0, dtype=bool)
         num_going = num_taken = 0
-        # A look that finds too few, because their children stay, is followed by one twice as wide:
-        # a conversation of any length that was stored block by block is seen whole after a few.
+        # If too few can go, because their children stay, the next take is as wide as all before.
+        # A few takes then cover a conversation of any length that was stored block by block.
         while num_going < wanted and num_taken <= chains.num_slots:
             taken = policy.take(max(wanted, len(looked)), arriving)
             if not len(taken):
                 break
             num_taken += len(taken)
-            # Slots being read leave the policy's hands here; their release puts them back.
+            # Leased slots leave the policy here; the end of their lease puts them back.
             idle = taken[is_idle(taken)]
             looked = np.concatenate((looked, idle)) if len(looked) else idle
             can_go = chains.can_go(looked)
@@ -236,14 +236,14 @@ class Eviction:
         gone = np.flatnonzero(np.isin(looked, going) if len(spare) else can_go)
         end = int(gone[-1]) + 1 if len(gone) else len(looked)
         stays = ~can_go
-        # What we looked at beyond need keeps its place. A parent met before, whose children stay,
-        # is kept behind them.
+        # Slots taken beyond need keep their place in the order. A parent taken before its children,
+        # which stay, is kept behind them.
         policy.put_back(np.concatenate((spare, looked[end:][stays[end:]])))
         policy.keep(chains.children_first(looked[:end][stays[:end]]))
         return going
 
     def _evict(self, going: SlotArray) -> None:
-        """Free these idle slots, which the policy has let go of; followers come first."""
+        """Free these idle slots, taken from the policy; each stands after its followers."""
         if not len(going):
             return
         if not self._table.chains.all_distinct(going):
@@ -257,20 +257,20 @@ class Eviction:
         self._table.evict(going, NO_SLOTS)
 
     def coldest(self, count: int) -> Keys:
-        """The keys of up to ``count`` blocks that would be evicted first, in that order."""
+        """Return the keys of up to ``count`` blocks that would be evicted next, in that order."""
         slots = self.policy.peek(count + self.pins.count)
         return self._table.index.keys_of(slots[self._table.is_idle(slots)][:count])
 
     # -- what happens to slots ------------------------------------------------------------------
 
     def use(self, slots: SlotArray) -> None:
-        """These blocks served a request, or others are stored behind them."""
+        """Note that these blocks served a request, or that blocks after them are stored."""
         if self._first.queues:
             self._first.discard(slots)
         self._table.log.append(EventKind.USE, slots)
 
     def forget(self, slots: SlotArray) -> None:
-        """Nothing that was asked for these claimed slots counts any more."""
+        """Drop the pins and evict-first marks of these claimed slots."""
         if self.pins.count:
             pinned = slots[self.pins.pinned(slots)]
             self.pins.drop(pinned)
@@ -280,14 +280,14 @@ class Eviction:
         self._first.discard(slots)
 
     def drop(self, going: SlotArray) -> None:
-        """Free these idle slots, each after its followers, for no store."""
+        """Free these idle slots, each after its followers; counts no eviction."""
         self._first.discard(going)
         if self.quotas is not None:
             self.quotas.left(going)
         self._table.evict(going, going)
 
     def reset(self) -> None:
-        """Every block is forgotten: let go of all."""
+        """Forget all pins, the evict-first queue and the policy's slots."""
         pinned = self.pins.all_pinned()
         self.pins.drop(pinned)
         self._unclaim(pinned)
@@ -295,7 +295,7 @@ class Eviction:
         self._first.clear()
 
     def _unclaim(self, slots: SlotArray) -> None:
-        """These are pinned no more."""
+        """End the claims that pins had on these slots."""
         if len(slots):
             table = self._table
             if self.quotas is not None:
@@ -309,9 +309,9 @@ class Eviction:
     # -- pins and hints -------------------------------------------------------------------------
 
     def pin(self, slots: SlotArray, seconds: float, priority: int | None = None) -> int:
-        """Let cached slots, a chain from its first block on, stay so long; how many of them do.
+        """Pin a chain's cached slots for ``seconds``; return how many of them are pinned.
 
-        Softly, by ``priority``, where one is given. As many as the bound allows, the first first.
+        A ``priority`` makes the pins soft. If the bound is too small, the chain's first are pinned.
         """
         now, table = self._clock(), self._table
         self._unclaim(self.pins.expire(now))
@@ -327,9 +327,9 @@ class Eviction:
         return int(np.count_nonzero(self.pins.pinned(asked)))
 
     def _within_part(self, slots: SlotArray, quotas: Quotas) -> SlotArray:
-        """Those of a chain, from the first on, that fit their tenants' parts of the bound on pins.
+        """Return the leading slots of a chain that fit their tenants' parts of the bound on pins.
 
-        Or one tenant's pins would leave no room for any of another's.
+        Without this, one tenant's pins could leave no room for any other tenant's.
         """
         fresh = np.flatnonzero(~self.pins.pinned(slots))
         owners = quotas.owner_of(slots[fresh])
@@ -344,9 +344,9 @@ class Eviction:
         return slots[:end]
 
     def unpin(self, slots: SlotArray) -> int:
-        """Pin these slots of a chain no longer; how many that were.
+        """Unpin these slots of a chain; return how many were pinned.
 
-        Blocks that others, which are pinned, follow stay pinned with those.
+        Blocks before another pinned block of their chain stay pinned.
         """
         every = self.pins.all_pinned()
         others = every[~np.isin(every, slots)]
@@ -358,10 +358,10 @@ class Eviction:
         return len(pinned)
 
     def hint(self, slots: SlotArray, evidence: Evidence, *, first: int = 0) -> int:
-        """A hint for a request's blocks in these slots; returns how many could not be pinned.
+        """Apply a hint to a request's blocks in these slots; return how many could not be pinned.
 
-        A policy that hears hints is told. For others the blocks of a conversation that ended, from
-        the ``first`` on, go first, and those of one that continues are pinned.
+        A policy with :class:`HearsHints` gets the hint. For others, an ended conversation's blocks
+        from ``first`` on join the evict-first queue, and one that continues is pinned.
         """
         if self.feed.hint_hearer is not None:
             keys = self._table.index.keys_of(slots)
@@ -375,10 +375,10 @@ class Eviction:
         return 0
 
     def evict_first(self, slots: SlotArray, priority: int, *, first: int = 0) -> None:
-        """Of a chain's slots from the ``first``, evict those that no other chain continues first.
+        """Queue a chain's slots from ``first`` on as evict-first, unless other chains need them.
 
-        They go before blocks of a higher priority. Soft pins of them end; firm ones stay, and keep
-        their blocks out of the queue.
+        They are evicted before blocks of a higher priority. Their soft pins end; firmly pinned
+        slots stay out of the queue.
         """
         own = self._table.chains.own_end(slots)
         own = own[max(0, first - (len(slots) - len(own))) :]
@@ -392,10 +392,10 @@ class Eviction:
     # -- quotas ---------------------------------------------------------------------------------
 
     def divide(self, shares: Sequence[float | None], before: int) -> None:
-        """From now on slots belong to tenants, by number, each with its share of all slots.
+        """Make every slot belong to a tenant; ``shares[i]`` is the quota of tenant ``i``.
 
-        What is here already belongs to the tenant ``before``. A tenant whose share is None has an
-        even part of what the shares leave over.
+        Blocks that are cached already belong to the tenant ``before``. Tenants whose share is None
+        divide evenly what the shares leave over.
         """
         table = self._table
         order = self.policy.peek(table.num_slots)
@@ -409,9 +409,9 @@ class Eviction:
         quotas.count_pinned(self.pins.all_pinned(), 1)
         self.feed.feed(quotas)
         quotas.insert(np.flatnonzero(cached))
-        quotas.insert(np.ascontiguousarray(order[::-1]))  # the last named goes first
+        quotas.insert(np.ascontiguousarray(order[::-1]))  # the slot inserted last is evicted first
 
     def tenants_of(self, keys: Keys) -> npt.NDArray[np.int16] | None:
-        """The tenants that own these cached blocks; None where slots belong to no tenant."""
+        """Return the owner of each of these cached blocks; None where slots belong to no tenant."""
         quotas = self.quotas
         return quotas.owner_of(self._table.index.find(keys)) if quotas is not None else None

@@ -1,4 +1,4 @@
-"""The proof that everything a pool has noted about its slots agrees."""
+"""Integrity check of a pool: states, index, chains, leases and counts must agree."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def check_pool(
     counts: PoolCounts,
     num_ready: int,
 ) -> None:
-    """Prove a pool's bookkeeping from scratch; raises IntegrityError with what is wrong.
+    """Check a pool's bookkeeping from scratch; raise IntegrityError with the first contradiction.
 
-    ``written`` and ``read`` are the slots of each open lease. ``policy`` is None where it has
-    raised: it gets the slots that it lost by that when room is next made.
+    ``written`` and ``read`` are the slots of each open lease. ``policy`` is None after it raised an
+    exception: it lacks slots until room is next made.
 
-    free + cached + leased + unready == total; every index entry names a slot that owns its key;
-    the reader counts are those of the open leases and pins; parents outlive their children.
+    free + cached + leased + unready == total. Every index entry names a slot that owns its key.
+    The reader counts are those of the open leases and pins. Parents outlive their children.
     """
     state = table.state[:-1]
     cached = state == CACHED
@@ -94,7 +94,7 @@ def _check_claims(
     )
 
 
-# Each is one call of numpy: tests prove small pools hundreds of thousands of times.
+# One call of numpy each: tests check small pools hundreds of thousands of times.
 _num = np.count_nonzero
 
 

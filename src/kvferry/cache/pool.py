@@ -1,4 +1,4 @@
-"""The slots of one tier: which are free, which hold what, which are claimed.
+"""The pool of one tier: which slots are free, which block each holds, and which are leased.
 
 A slot's life::
 
@@ -9,8 +9,8 @@ A slot's life::
     reset, spoil or disown while claimed: -> DOOMED, not in the index, FREE when the claim ends
     memory still being made ready:           UNREADY --grow--> FREE
 
-Chained keys remember their parent's slot. A slot with children is never evicted, so what is left
-of a conversation is always a prefix of it, and a lookup stops at a hole only if bytes were lost.
+Chained keys record their parent's slot. A slot with children is never evicted, so the blocks left
+of a conversation are always a prefix of it. A lookup stops at a hole only if bytes were lost.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ PIN_SHARE = 0.25
 
 
 class Pool:
-    """The slots of one tier. Owns leases, lookups and what changes; leaves the bytes to the tier.
+    """The slots of one tier. Owns leases, lookups and slot states; leaves the bytes to the tier.
 
-    What should be evicted, pinned or shared out among tenants is for ``eviction``. ``log`` has what
-    happens here, for the eviction policy and for all other readers.
+    Leaves eviction order, pins and quotas to ``eviction``. Appends its events to ``log``, for the
+    eviction policy and all other readers.
 
-    Every call takes a whole request's keys. Not thread-safe: it belongs to the scheduler's thread.
+    Calls take a whole request's keys. Not thread-safe: call it on the scheduler's thread only.
     """
 
     def __init__(
@@ -65,29 +65,29 @@ class Pool:
         pin_share: float = PIN_SHARE,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """All slots, of which the first ``num_ready`` (default: all) can be used from the start.
+        """Make a pool whose first ``num_ready`` slots (default: all) can be used from the start.
 
-        ``policy`` makes the eviction policy; ``clock`` is the time it sees, in seconds. At most
+        ``policy`` makes the eviction policy; ``clock`` gives it the time in seconds. At most
         ``pin_share`` of the slots are pinned.
         """
         if num_slots <= 0:
             raise InputError(f"a pool needs at least one slot, got {num_slots}")
         self.num_slots = num_slots
         self.num_ready = 0
-        """Slots from the first on that can be used; the others wait for :meth:`grow`."""
+        """The first this many slots can be used; the others wait for :meth:`grow`."""
         self.num_reserved = 0
-        """Slots given out for writing so far."""
+        """Slots leased for writing so far."""
         self.generation = 0
         """Grows whenever blocks become matchable: an unchanged value means no new hits."""
         self.log = EventLog(clock)
         self.table = SlotTable(num_slots, self.log)
         self.eviction = Eviction(self.table, policy, pin_share, clock)
         self.leases: set[Lease] = set()
-        """Those that have not ended."""
+        """Leases that have not ended."""
         self.grow(num_slots if num_ready is None else num_ready)
 
     def grow(self, num_ready: int) -> None:
-        """The first ``num_ready`` slots can be used from now on; fewer than before is no news."""
+        """Make the first ``num_ready`` slots usable; does nothing if that many are already."""
         if num_ready > self.num_slots:
             raise InputError(f"a pool of {self.num_slots} slots cannot have {num_ready} ready")
         if num_ready > self.num_ready:
@@ -97,59 +97,59 @@ class Pool:
     # -- lookups: they change nothing -----------------------------------------------------------
 
     def lookup(self, keys: Keys) -> SlotArray:
-        """The slots of the leading keys whose blocks can be read now."""
+        """Return the slots of the leading keys whose blocks can be read now."""
         found = self.table.index.find_leading(keys)
         if not len(found):
             return found
         readable = self.table.state.take(found) == CACHED
-        first = int(readable.argmin())  # of those that cannot be read, if there are any
+        first = int(readable.argmin())  # the first unreadable slot; 0 if all are readable
         return found if readable[first] else found[:first]
 
     def match(self, keys: Keys) -> int:
-        """How many leading keys can be read now."""
+        """Return how many leading keys have blocks that can be read now."""
         return len(self.lookup(keys))
 
     def find(self, keys: Keys) -> SlotArray:
-        """The slot of each key whose block is cached or on its way in, ``NO_SLOT`` for others."""
+        """Return the slot of each key whose block is cached or being written, else ``NO_SLOT``."""
         return self.table.index.find(keys)
 
     def locate(self, keys: Keys) -> tuple[SlotArray, npt.NDArray[np.bool_]]:
-        """What :meth:`find` returns, and for each key whether its block can be read now."""
+        """Return what :meth:`find` returns, and for each key whether its block can be read now."""
         slots = self.table.index.find(keys)
         return slots, self.table.state.take(slots) == CACHED
 
     def cached(self, keys: Keys) -> npt.NDArray[np.bool_]:
-        """For each key, whether its block can be read now."""
+        """Return, for each key, whether its block can be read now."""
         return self.table.state.take(self.table.index.find(keys)) == CACHED
 
     def known(self, keys: Keys) -> npt.NDArray[np.bool_]:
-        """For each key, whether its block is cached or on its way in."""
+        """Return, for each key, whether its block is cached or being written."""
         return self.table.index.find(keys) != NO_SLOT
 
     def state_of(self, key: Key) -> SlotState:
-        """The state of one key's slot; FREE if it has none."""
+        """Return the state of one key's slot; FREE if the key has none."""
         slot = self.table.index.find_few(key)[0]
         return SlotState(self.table.state.item(slot)) if slot != NO_SLOT else SlotState.FREE
 
     def keys_of(self, lease: Lease) -> Keys:
-        """The keys of a lease's slots that can be matched."""
+        """Return the keys of those of a lease's slots that can be matched."""
         slots = lease.slots
         return self.table.index.keys_of(slots[self.table.state.take(slots) == CACHED])
 
     def key_before(self, lease: Lease) -> Key | None:
-        """The key that a lease's first slot follows, if it is here."""
+        """Return the key before a lease's first slot in its chain; None if it is not cached."""
         parent = self.table.chains.parents_of(lease.slots[:1]).item()
         return self.table.index.key_of(parent) if parent != NO_SLOT else None
 
     # -- claiming -------------------------------------------------------------------------------
 
     def lease(self, keys: Keys, purpose: Purpose = Purpose.READ) -> Lease | None:
-        """Claim the leading cached keys for reading; None when the first is not cached."""
+        """Lease the slots of the leading cached keys; None if the first is not cached."""
         slots = self.lookup(keys)
         return self.claim(slots, purpose) if len(slots) else None
 
     def claim(self, slots: SlotArray, purpose: Purpose = Purpose.READ) -> Lease:
-        """Claim slots that a lookup just returned for reading."""
+        """Lease slots that a lookup has just returned, for reading."""
         if not self.table.chains.all_distinct(slots):
             raise InputError(
                 f"{len(slots)} blocks to lease are not distinct; a chain never repeats"
@@ -171,16 +171,16 @@ class Pool:
         tenant: int = 0,
         must_stay: bool = False,
     ) -> Lease | None:
-        """Claim slots to write the keys that are neither cached nor on their way in.
+        """Lease slots to write the keys that are neither cached nor being written.
 
-        Evicts as needed. What does not fit is not stored: the lease covers the leading missing
-        keys that got a slot (see ``Lease.positions``), None if there are none.
+        Evicts as needed. The lease covers the leading missing keys that got a slot (see
+        ``Lease.positions``); the others are not stored. None if no key got a slot.
 
         ``parent`` is the key before the first; ``chained=False`` says that the keys do not depend
         on each other. ``found`` is what :meth:`find` returned for these keys, if nothing has
-        changed since. Where slots belong to tenants, those of the lease are the ``tenant``'s. Those
-        that ``must_stay`` will be pinned: as far as pins fit into their bound, the policy does not
-        refuse them.
+        changed since. Where slots belong to tenants, the lease's slots become ``tenant``'s.
+        ``must_stay`` says that the blocks will be pinned: if the bound on pins has room for them,
+        the policy does not refuse them.
         """
         if keys.has_duplicates():
             raise InputError(f"{len(keys)} keys to reserve are not distinct; a chain never repeats")
@@ -208,7 +208,7 @@ class Pool:
             eviction.make_room(len(missing), own, arriving)
         if len(own):
             eviction.use(own[table.state.take(own) == CACHED])
-        # Chains change below; the policy hears of what happened while they are as they were then.
+        # The code below changes chains; the policy must get past events while they are unchanged.
         eviction.feed.drain()
         positions = missing[: table.free.count]
         slots = table.free.take(len(positions)) if len(positions) else NO_SLOTS
@@ -224,14 +224,14 @@ class Pool:
         return lease
 
     def _link(self, arriving: Arriving, positions: SlotArray, slots: SlotArray) -> None:
-        """These keys have these slots, and follow each other, from now on.
+        """Index the missing keys, at ``positions``, by their new slots, and link the chain.
 
-        ``positions`` are those of the missing keys; ``arriving`` says where the others are.
+        ``arriving`` has all keys, and the slots of those that are not missing.
         """
         table = self.table
         keys, found, above, chained, _ = arriving
         if len(slots):
-            # Not a copy of the whole request: so many bytes are mapped and faulted in anew.
+            # No copy of a whole request's keys: memory for so many bytes is faulted in anew.
             new = keys if len(slots) == len(keys.array) else keys.take(positions)
             table.index.insert(new, slots)
         if chained and len(slots) == len(found):
@@ -242,7 +242,7 @@ class Pool:
             table.chains.link(placed, np.concatenate(([above], placed[:-1])))
 
     def touch(self, keys: Keys) -> None:
-        """These keys were used (a hit elsewhere, say): keep them longer."""
+        """Note that these keys were used, such as by a hit on another tier: evict them later."""
         found = self.table.index.find(keys)
         found = found[self.table.state.take(found) == CACHED]
         self.eviction.use(found[self.table.chains.last_mentions(found)])
@@ -258,9 +258,9 @@ class Pool:
         slots: SlotArray,
         evidence: Evidence | None = None,
     ) -> None:
-        """A request of so many tokens, with these whole blocks, found the leading ``slots``.
+        """Note that a request of ``num_tokens`` with these full blocks found the leading ``slots``.
 
-        ``evidence`` is a hint that came with it.
+        ``evidence`` is the hint that came with the request.
         """
         self.log.append(EventKind.LOOKUP, slots, keys, tokens=num_tokens)
         if evidence is not None:
@@ -269,21 +269,21 @@ class Pool:
             self.eviction.feed.drain()
 
     def hint(self, keys: Keys, evidence: Evidence) -> int:
-        """A hint for a request with these keys, whose leading blocks are here.
+        """Apply a hint to the leading cached blocks of a request with these keys.
 
-        Returns how many of those were to be pinned for it, and are not.
+        Returns how many blocks were not pinned for lack of room under the bound on pins.
         """
         slots = self.lookup(keys)
         return self.eviction.hint(slots, evidence) if len(slots) else 0
 
     def catch_up(self) -> None:
-        """There is time: tell the eviction policy what happened since."""
+        """Deliver all pending events to the eviction policy; call it when there is time."""
         self.eviction.feed.drain()
 
     def raise_failure(self) -> None:
-        """Raise the first exception of the eviction policy since the last call, if any.
+        """Raise the eviction policy's first exception since the last call, if any.
 
-        To be called where a request begins. Drains a feed that has many events to tell.
+        Call it where a request begins. Drains the policy feed if its backlog is long.
         """
         feed = self.eviction.feed
         if len(feed.events) >= MANY_EVENTS:
@@ -294,10 +294,10 @@ class Pool:
     # -- letting go -----------------------------------------------------------------------------
 
     def drop(self, slots: SlotArray) -> int:
-        """Forget the blocks at the end of a chain that no other follows; returns how many.
+        """Forget the blocks at the end of a chain that no other chain needs; return how many.
 
-        Claimed ones are free when their claim ends, also those that are still being written: a
-        slow rank may touch their slots until then.
+        Leased slots, also those being written, become free when their lease ends: a slow rank may
+        touch them until then.
         """
         self.eviction.feed.drain()
         going = np.ascontiguousarray(self.table.chains.own_end(slots)[::-1])
@@ -309,7 +309,7 @@ class Pool:
         return len(going)
 
     def disown(self, lease: Lease) -> None:
-        """Stop believing in a lease that is still open: its keys may be stored elsewhere now.
+        """Remove the keys of an open lease, so that they can be stored again in other slots.
 
         The slots stay claimed until the lease ends, because a slow rank may still touch them.
         """
@@ -318,16 +318,16 @@ class Pool:
         self._doom(lease.slots)
 
     def reset(self) -> None:
-        """Forget everything at once. Claimed slots come back when their leases end."""
+        """Forget every block at once. Leased slots become free when their leases end."""
         self.eviction.reset()
         freed = self.table.doom_all()
         if self.eviction.quotas is not None:
             self.eviction.quotas.left(freed)
 
     def end(self, lease: Lease, ending: Ending, failed: Places = ALL_WELL) -> None:
-        """Take a lease's slots back. Called by the lease itself.
+        """End a lease; called by the lease itself.
 
-        No policy runs here: what it has to learn is in the log.
+        Runs no policy code: the policy gets the outcome from the log.
         """
         table, log, slots = self.table, self.log, lease.slots
         ends_writing = ending is Ending.COMMIT or ending is Ending.ABORT
@@ -353,7 +353,7 @@ class Pool:
             unused = slots[table.chains.follow(slots, lost)]
             self._doom(np.union1d(lost, unused) if ending is Ending.COMMIT else np.unique(lost))
         if readers is not None and np.count_nonzero(readers):
-            slots = slots[table.readers.take(slots) == 0]  # lost blocks are pinned no more
+            slots = slots[table.readers.take(slots) == 0]  # _doom has unpinned lost blocks
         if table.num_doomed:
             doomed = table.state.take(slots) == DOOMED
             freed = np.sort(slots[doomed])
@@ -362,7 +362,7 @@ class Pool:
             if self.eviction.quotas is not None:
                 self.eviction.quotas.left(freed)
             slots = slots[~doomed]
-        # Slots that nothing else claims and that are not doomed are cached from here on.
+        # The remaining slots are cached: nothing else claims them, and they are not doomed.
         table.num_idle += len(slots)
         if ending is Ending.COMMIT:
             table.state[slots] = CACHED
@@ -378,7 +378,7 @@ class Pool:
             self.eviction.use(slots)
 
     def _doom(self, slots: SlotArray) -> None:
-        """Nothing matches these claimed slots any more; they are freed when their claims end."""
+        """Make these claimed slots unmatchable; they become free when their claims end."""
         table = self.table
         if table.num_doomed:
             slots = slots[table.state.take(slots) != DOOMED]
@@ -390,17 +390,17 @@ class Pool:
 
     @property
     def num_free(self) -> int:
-        """Slots that can be given out without evicting anything."""
+        """Slots that can be leased for writing without an eviction."""
         return self.table.free.count
 
     @property
     def num_leases(self) -> int:
-        """Leases that have not ended."""
+        """Number of leases that have not ended."""
         return len(self.leases)
 
     @property
     def counts(self) -> PoolCounts:
-        """How the slots are used now. Kept up to date, so that asking costs nothing."""
+        """How the slots are used now; cheap, because the counts are kept up to date."""
         table, pins = self.table, self.eviction.pins
         return PoolCounts(
             free=table.free.count,
@@ -414,7 +414,7 @@ class Pool:
         )
 
     def check_integrity(self) -> None:
-        """Prove the bookkeeping from scratch; raises IntegrityError with what is wrong."""
+        """Check the bookkeeping from scratch; raise IntegrityError with the first contradiction."""
         if any(lease.ended is not None for lease in self.leases):
             raise IntegrityError("pool: an ended lease is still open in the pool")
         policy, feed = self.eviction.policy, self.eviction.feed

@@ -1,7 +1,7 @@
-"""Which blocks of which group a hit needs, and which blocks can ever serve one. Pure functions.
+"""Which blocks of each group a hit reads, and which blocks any hit can ever read. Pure functions.
 
-A hit of P tokens: the engine computes nothing for tokens 0..P-1 and its next query stands at
-position P. What the layers then read below P is one interval, ``[first_token(P), P)``::
+With a hit of P tokens the engine computes nothing for tokens 0..P-1; its next query is at position
+P. The tokens below P that a layer then reads are one interval, ``[first_token(P), P)``::
 
                         0                                P
     full attention      |################################|   every key
@@ -10,11 +10,11 @@ position P. What the layers then read below P is one interval, ``[first_token(P)
     recurrent state     |                               [|   the state after token P-1, and only
                                                              where a slot ends: it has no middle
 
-Later queries read nothing below P that the query at P does not, so this one interval is all.
+Later queries read nothing below P that the query at P does not, so this interval is enough.
 All lengths are in tokens; they become blocks in one place (``_cut``).
 
 A present block was matched by its key, so *all* its tokens are the request's own, and a hit may
-begin or end inside it. Only the state kind cannot: its block holds one snapshot, at its end.
+begin or end inside it. Only a hit on recurrent states cannot: a block has one state, at its end.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ IntArray = npt.NDArray[np.int64]
 _Tokens = TypeVar("_Tokens", int, IntArray)
 
 _FIRST_LOOK = 64
-"""Lengths tried at first, longest first; each further look is four times as wide."""
+"""Hit lengths tested at first, the longest ones; each further round tests four times as many."""
 
 
 @dataclass(frozen=True)
 class Group(ABC):
-    """The shape of one group: layers that share a block table. Knows no blocks, only lengths.
+    """Which tokens one group's layers read. Knows lengths in tokens, no blocks.
 
-    ``stops`` is for what a model keeps beside its blocks: only where it is empty may a hit end.
+    ``stops``: hits end at multiples of it, where the state a model keeps outside blocks is empty.
     """
 
     block_tokens: int
@@ -55,17 +55,17 @@ class Group(ABC):
 
     @property
     def stop_tokens(self) -> int:
-        """Hits can end only at multiples of this, whatever is present."""
+        """Tokens between the lengths at which a hit of this group can end."""
         return self.stops
 
     @abstractmethod
     def first_token(self, num_tokens: _Tokens) -> _Tokens:
-        """The first token a hit of ``num_tokens`` reads; may be negative near the start."""
+        """Return the first token that a hit of ``num_tokens`` reads; may be negative near 0."""
 
 
 @dataclass(frozen=True)
 class FullAttention(Group):
-    """Every query reads every key. Also MLA and draft layers: the same reach, other bytes."""
+    """Every query reads every key. Covers MLA and draft layers too: only their bytes differ."""
 
     def first_token(self, num_tokens: _Tokens) -> _Tokens:
         return num_tokens * 0
@@ -73,7 +73,7 @@ class FullAttention(Group):
 
 @dataclass(frozen=True)
 class SlidingWindow(Group):
-    """The query at p reads keys p-window+1 .. p: ``window`` keys, its own among them."""
+    """The query at p reads keys p-window+1 .. p: ``window`` keys, including its own."""
 
     _: KW_ONLY
     window: int
@@ -103,7 +103,7 @@ class ChunkedLocal(Group):
 
 @dataclass(frozen=True)
 class RecurrentState(Group):
-    """Mamba and other linear layers: one snapshot, taken after the last token of a block."""
+    """Mamba and other linear layers: a block has one state, that after its last token."""
 
     @property
     def stop_tokens(self) -> int:
@@ -114,10 +114,10 @@ class RecurrentState(Group):
 
 
 def needed(group: Group, num_tokens: int, *, computed_tokens: int = 0) -> range:
-    """The group's blocks that a hit of ``num_tokens`` reads: places in the request's table.
+    """Return the positions in the request's block table that a hit of ``num_tokens`` reads.
 
-    The engine already holds the first ``computed_tokens`` (a hit of its own cache, in all groups):
-    blocks wholly below them are left out.
+    The engine already holds the first ``computed_tokens`` (a hit of its own cache, in all groups),
+    so blocks wholly below them are left out. InputError if a hit cannot end at ``num_tokens``.
     """
     _require("num_tokens", num_tokens, 0)
     _require("computed_tokens", computed_tokens, 0)
@@ -140,13 +140,13 @@ def longest_hit(
     alignment: int | None = None,
     computed_tokens: int = 0,
 ) -> int:
-    """The longest hit, in tokens, that *all* groups can serve.
+    """Return the longest hit, in tokens, that *all* groups can serve.
 
-    ``present[g][i]`` says that slot i of group g can be read; slots past its end cannot. The hit is
-    a multiple of ``alignment`` (by default of every block) and at most ``max_tokens``.
+    ``present[g][i]`` says that block i of group g can be read; blocks past its end cannot. The hit
+    is a multiple of ``alignment`` (by default of every block size) and at most ``max_tokens``.
     A request must compute at least one token itself to have logits to sample from, so callers pass
     at most ``prompt_len - 1``. The engine holds the first ``computed_tokens`` itself, in all
-    groups: nothing below them is asked for, and where no hit is longer they are the answer.
+    groups: blocks below them are not needed, and the result is at least ``computed_tokens``.
     """
     _require_match(groups, present)
     _require("max_tokens", max_tokens, 0)
@@ -176,14 +176,14 @@ def longest_hit(
 
 
 def can_serve(groups: Sequence[Group], num_tokens: int, *, alignment: int) -> list[BoolArray]:
-    """Per group, which whole slots of the first ``num_tokens`` any hit can read, if none is lost.
+    """Return, per group, which full blocks of the first ``num_tokens`` any hit can read.
 
-    It depends on the model alone, so one answer for the longest request serves all, as a prefix. A
-    slot that no hit reads would take room and never be loaded.
+    The masks depend on the model alone, so a prefix of the longest request's masks serves every
+    request. A block that no hit reads would take a slot and never be loaded.
     """
     step = _hit_step(groups, alignment)
-    # Past this length no group but full attention reads a slot that is asked about: one length
-    # there stands for all the longer ones.
+    # Hits longer than ``end`` need no test: only full attention reads any of these blocks then,
+    # and there all such hits read the same ones.
     others = [group for group in groups if not isinstance(group, FullAttention)]
     end = num_tokens + 1
     while any(group.first_token(end) < num_tokens for group in others):
@@ -198,16 +198,16 @@ def can_serve(groups: Sequence[Group], num_tokens: int, *, alignment: int) -> li
 
 
 def _cut(group: Group, lengths: IntArray, computed_tokens: int) -> tuple[IntArray, IntArray]:
-    """For each hit length, the first slot it reads and the one after the last."""
+    """Return, for each hit length, the first block that it reads and the one after the last."""
     first_token = np.maximum(group.first_token(lengths), computed_tokens)
     first = first_token // group.block_tokens
-    # A hit that reads nothing must not be charged the slot its end happens to lie in.
+    # A hit that reads nothing must not need the block in which it ends.
     stop = np.where(first_token < lengths, (lengths - 1) // group.block_tokens + 1, first)
     return first, stop
 
 
 def _prefix_tokens(group: Group, present: BoolArray, computed_tokens: int) -> int:
-    """Tokens of the unbroken run of slots that begins where the engine's own tokens end."""
+    """Return where the unbroken run of present blocks after the engine's own tokens ends."""
     first = computed_tokens // group.block_tokens
     rest = present[first:]
     if not len(rest):
@@ -221,7 +221,7 @@ def _prefix_tokens(group: Group, present: BoolArray, computed_tokens: int) -> in
 def _servable(
     group: Group, present: BoolArray, lengths: IntArray, computed_tokens: int
 ) -> BoolArray:
-    """For each hit length (ascending), are all the slots it reads present?"""
+    """Return, for each hit length (ascending), whether all blocks that it reads are present."""
     first, stop = _cut(group, lengths, computed_tokens)
     base = int(first[0])
     end = (int(lengths[-1]) - 1) // group.block_tokens + 1
@@ -235,14 +235,14 @@ def _servable(
 
 
 def _covered(first: IntArray, stop: IntArray, num_slots: int) -> BoolArray:
-    """The slots that lie in at least one of the ranges ``[first, stop)``."""
+    """Return which blocks lie in at least one of the ranges ``[first, stop)``."""
     opened = np.bincount(first, minlength=num_slots + 1)
     closed = np.bincount(stop, minlength=num_slots + 1)
     return np.cumsum(opened - closed)[:num_slots] > 0
 
 
 def _hit_step(groups: Sequence[Group], alignment: int | None) -> int:
-    """The distance between lengths worth asking: aligned, and where every group can stop."""
+    """Return the step between possible hit lengths: aligned, and every group can stop there."""
     if alignment is None:
         alignment = math.lcm(*(group.block_tokens for group in groups))
     _require("alignment", alignment, 1)

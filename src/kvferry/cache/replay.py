@@ -1,4 +1,4 @@
-"""The effect of a request on a pool, without bytes: lookup, hit, store."""
+"""Replays a request on a pool without moving bytes: lookup, hit, store."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from kvferry.core.keys import Keys
 from kvferry.types import NO_SLOTS
 
 TierHits = tuple[int, ...]
-"""Blocks of each tier, host memory first."""
+"""Hit blocks found on each tier, host memory first."""
 
 
 class PoolReplay:
-    """Host memory alone. Owns a pool and its clock; stores take no time."""
+    """Replays requests on host memory alone. Owns a pool and its clock; stores take no time."""
 
     def __init__(self, num_slots: int, policy: EvictionPolicyMaker) -> None:
         self._now = 0.0
@@ -36,17 +36,17 @@ class PoolReplay:
         evidence: Evidence | None = None,
         num_tokens: int = 0,
     ) -> TierHits:
-        """Serve a request that came at this second, as the scheduler does.
+        """Serve one request as the scheduler does: lookup, load, store.
 
         Args:
             keys: The keys of its blocks.
-            num_storable: Store so many of its leading blocks.
-            at: The time in seconds.
-            evidence: Its hints.
+            num_storable: How many of its leading blocks to store.
+            at: When it came, in seconds.
+            evidence: Its hint.
             num_tokens: Its length.
 
         Returns:
-            Its leading blocks that were found, by tier.
+            The number of leading blocks that were found, by tier.
         """
         self._now = at
         pool = self.pool
@@ -62,7 +62,7 @@ class PoolReplay:
             writing = pool.reserve(keys[hit:num_storable], parent=parent)
             if writing is not None:
                 writing.commit()
-        if evidence is not None:  # it is over
+        if evidence is not None:  # the request has ended
             pool.hint(whole, evidence)
         pool.catch_up()
         pool.raise_failure()

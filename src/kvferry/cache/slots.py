@@ -1,13 +1,13 @@
-"""The slots of a tier: which are free, which key each holds, which follows which, which are leased.
+"""The slot table of a tier: index from keys to slots, free slots, chains, states and readers.
 
 A parent must outlive its children, or what is left of a conversation cannot be reached. So slots
-leave in sets that take all their descendants along.
+are evicted in sets that include all their descendants.
 
-Keys are looked up for a whole request in one call, at a cost that the number of slots hardly moves.
-Blocks that were stored together mostly lie in slots that follow each other. So a lookup finds one
-key in a table and compares the keys of the slots behind it with those that were asked for: one
-pass over memory, which a processor reads ahead, where a table is fetched from at random. What lies
-in short runs is found in the table, all keys at once.
+One lookup finds a whole request's keys, at a cost that hardly depends on the number of slots.
+Blocks stored together mostly lie in adjacent slots, a run. So a lookup finds one key in a hash
+table and compares the keys of the next slots with the request's next keys. That is one
+sequential pass over memory, which a processor prefetches, instead of random accesses. Keys in
+short runs are looked up in the table, all at once.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from kvferry.core.quantities import Integers, integers
 from kvferry.errors import InputError, IntegrityError
 from kvferry.types import NO_SLOT, NO_SLOTS, SlotArray, slot_numbers
 
-_LANES = 4  # and a row for each slot: 1 key in 60 then finds no free one, also after long use
+_LANES = 4  # cells a row, one row per slot: 1 key in 60 finds its row full, also after long use
 
 _ABSENT = NO_SLOT  # cell of a slot whose key is not in the index
-_SPILLED = -2  # and of one whose key is in the dict
+_SPILLED = -2  # cell of a slot whose key is in the dict
 
 _FEW = 4  # keys up to which plain Python beats arrays
-_FIRST_LOOK = 512  # keys compared at once where a run begins, and how many times more after that
-_LOOK_GROWTH = 8
-_LONG = 1024  # a shorter run costs more to follow than its keys cost in the table
-_SHORT_RUNS = 4  # that are followed before the table is asked for the rest
+_FIRST_LOOK = 512  # keys compared at once where a run begins
+_LOOK_GROWTH = 8  # factor by which each further comparison of a run is longer
+_LONG = 1024  # keys; a shorter run costs more to follow than its keys cost in the table
+_SHORT_RUNS = 4  # short runs followed before the rest of the keys is looked up in the table
 _PIECE = 2048  # keys; a temporary above 128 KiB is mapped and faulted in anew at every call
-_RUN = 64  # slots that follow each other from which on their keys are better written as one
+_RUN = 64  # mean slots per run from which writing keys run by run beats writing them by index
 _WHOLE = np.dtype((np.void, KEY_BYTES))
 
 
 class SlotState(IntEnum):
-    """What a slot is; see the drawing at the top of ``pool.py``."""
+    """State of a slot; see the drawing at the top of ``pool.py``."""
 
     FREE = 0
     WRITING = 1
@@ -52,7 +52,7 @@ class SlotState(IntEnum):
     UNREADY = 4
 
 
-# As plain numbers: numpy takes an IntEnum the long way.
+# Plain integers: numpy converts an IntEnum slowly.
 FREE, WRITING, CACHED, DOOMED, UNREADY = (state.value for state in SlotState)
 
 
@@ -60,8 +60,8 @@ FREE, WRITING, CACHED, DOOMED, UNREADY = (state.value for state in SlotState)
 class PoolCounts:
     """How the slots of a pool are used; ``free + cached + leased + unready == total``, always.
 
-    ``unready`` slots exist, but their memory cannot be used yet. ``pinned`` ones are among the
-    leased. ``refused_pins`` counts blocks that the bound left no room to pin.
+    ``unready`` slots exist, but their memory cannot be used yet. ``leased`` includes the ``pinned``
+    slots. ``refused_pins`` counts blocks not pinned because of the bound on pins.
     """
 
     free: int
@@ -75,11 +75,11 @@ class PoolCounts:
 
 
 Places = Sequence[int] | npt.NDArray[np.integer]
-"""Which slots of a lease, by their place in ``Lease.slots``."""
+"""Some slots of a lease, as positions in ``Lease.slots``."""
 
 
 def as_slots(slots: Integers) -> SlotArray:
-    """Slot numbers as a read-only int64 vector of their own; refuses negatives and non-integers."""
+    """Return a read-only int64 copy of slot numbers; InputError for negatives and non-integers."""
     array = np.array(integers(slots, "slots"))
     if array.size and int(array.min()) < 0:
         raise InputError(f"slots must not be negative, got {int(array.min())}")
@@ -93,9 +93,9 @@ ALL_WELL = as_slots(())
 class Purpose(Enum):
     """Why slots are claimed."""
 
-    WRITE = "write"  # bytes are arriving: not matchable, not evictable
-    READ = "read"  # bytes are leaving: matchable, not evictable
-    COPY = "copy"  # as READ, but no sign of use: the slots keep their place in the eviction order
+    WRITE = "write"  # bytes are being written: not matchable, not evictable
+    READ = "read"  # bytes are being read: matchable, not evictable
+    COPY = "copy"  # like READ, but no use of the blocks: their place in the eviction order stays
 
 
 class Ending(Enum):
@@ -111,8 +111,8 @@ class Ending(Enum):
 class Lease:
     """A claim on ``slots``, made by a pool and given back to it exactly once.
 
-    ``positions[i]`` says which of the keys that were asked for got ``slots[i]``. The pool owns the
-    slots' state; the lease owns only the right to end the claim.
+    ``positions[i]`` is the position of the key of ``slots[i]`` among the requested keys. The pool
+    owns the slots' state; the lease owns only the right to end the claim.
     """
 
     purpose: Purpose
@@ -125,33 +125,32 @@ class Lease:
         return len(self.slots)
 
     def commit(self, failed: Places = ALL_WELL) -> None:
-        """The bytes are there: the blocks may be matched from now on.
+        """End a write: the bytes are there, and the blocks can be matched from now on.
 
-        Except at the places in ``failed``: those blocks are aborted, and with them the blocks of
-        this lease that follow one of them in a chain. They could not be reached, and would take
-        room from what can be.
+        The blocks at the positions in ``failed`` are aborted, and so are this lease's blocks after
+        them in a chain. No lookup could reach those, and they would only take up slots.
         """
         self._owner.end(self, Ending.COMMIT, failed)
 
     def abort(self) -> None:
-        """The bytes did not come: the slots go back as if never asked for."""
+        """End a write without its bytes: the slots are free again and the keys not stored."""
         self._owner.end(self, Ending.ABORT)
 
     def release(self, failed: Places = ALL_WELL) -> None:
-        """The bytes were read: the slots may be evicted again.
+        """End a read: the slots may be evicted again.
 
-        Except at the places in ``failed``: those blocks are spoiled. What follows one of them in a
-        chain is good and stays, to be reached again once its parent is back; but it served no
-        request, so this is no use of it.
+        The blocks at the positions in ``failed`` are spoiled. Blocks after them in a chain are good
+        and stay, to be reached again once their parent is stored again. But they served no request,
+        so this does not count as a use of them.
         """
         self._owner.end(self, Ending.RELEASE, failed)
 
     def spoil(self) -> None:
-        """The bytes could not be read: the blocks must never be matched again."""
+        """End a read that failed: the blocks are never matched again."""
         self._owner.end(self, Ending.SPOIL)
 
     def disown(self) -> None:
-        """The bytes are in doubt while the claim goes on: its blocks must not be matched.
+        """Make the blocks unmatchable while the claim goes on, because their bytes are in doubt.
 
         A slow rank may still touch the slots, so they stay claimed until the lease ends.
         """
@@ -165,18 +164,18 @@ Positions = npt.NDArray[np.int64]
 
 
 class Index:
-    """Which slot holds which key. Owns both directions; knows nothing of states or leases.
+    """Maps keys to slots and slots to keys. Owns both maps; knows nothing of states or leases.
 
-    A key belongs to one row of the table, and is in one of its lanes, or in a dict where other keys
-    have these. A *cell* is a lane of the whole table.
+    A key belongs to one row of the hash table. It is in one of the row's lanes, or in a dict where
+    other keys fill the row. A *cell* is one lane of one row, numbered over the whole table.
     """
 
     def __init__(self, num_slots: int) -> None:
         self._num_rows = num_slots
-        # Filled here: a page that is first touched later costs a step of the scheduler.
+        # Filled here, because the first touch of a page would delay a scheduler step later.
         self._cells = np.full(self._num_rows * _LANES, NO_SLOT, dtype=np.int32)
-        self._lanes = self._cells.reshape(-1, _LANES)  # the same, by row
-        self._num_spilled = np.full(self._num_rows, 0, dtype=np.int32)  # keys of a row in the dict
+        self._lanes = self._cells.reshape(-1, _LANES)  # the same memory, by row
+        self._num_spilled = np.full(self._num_rows, 0, dtype=np.int32)  # keys in the dict, by row
         self._spilled: dict[bytes, int] = {}
         self._keys = np.full((num_slots, KEY_WORDS), 0, dtype="<u8")
         self._cell = slot_numbers(num_slots)
@@ -186,17 +185,17 @@ class Index:
         return self._size
 
     def key_of(self, slot: int) -> Key:
-        """The key last inserted for ``slot``; only meaningful while it is in the index."""
+        """Return the key last inserted for ``slot``; only valid while it is in the index."""
         return Key(self._keys[slot].tobytes())
 
     def keys_of(self, slots: SlotArray) -> Keys:
-        """The keys last inserted for ``slots``; only meaningful while they are in the index."""
+        """Return the keys last inserted for ``slots``; only valid while they are in the index."""
         return Keys(self._keys.take(slots, axis=0))
 
     # -- looking up -----------------------------------------------------------------------------
 
     def find(self, keys: Keys) -> SlotArray:
-        """The slot of each key, or ``NO_SLOT``."""
+        """Return the slot of each key, or ``NO_SLOT``."""
         words = keys.array
         count = len(words)
         if count <= _FEW:
@@ -216,7 +215,7 @@ class Index:
         return found
 
     def find_leading(self, keys: Keys) -> SlotArray:
-        """The slots of the leading keys that are here, up to the first that is not."""
+        """Return the slots of the leading keys in the index, up to the first that is missing."""
         words = keys.array
         slot = self.find_few(words[0].tobytes())[0] if len(words) else NO_SLOT
         if slot == NO_SLOT:
@@ -229,7 +228,7 @@ class Index:
         return np.concatenate((run, rest[: num_leading(rest != NO_SLOT)]))
 
     def find_few(self, keys: bytes) -> list[int]:
-        """The slot of each of a few keys, which follow each other as bytes, or ``NO_SLOT``."""
+        """Return the slot of each of a few keys, given as concatenated bytes, or ``NO_SLOT``."""
         found = []
         for at in range(0, len(keys), KEY_BYTES):
             key = keys[at : at + KEY_BYTES]
@@ -243,13 +242,13 @@ class Index:
         return found
 
     def _run_length(self, slot: int, words: KeyArray) -> int:
-        """How many of these keys, the first of which is at ``slot``, lie in the slots from it."""
+        """Return how many leading keys lie in adjacent slots from ``slot`` on, the first's slot."""
         length, look = 1, _FIRST_LOOK
         longest = min(len(words), len(self._keys) - slot)
         while length < longest:
             start, ahead = slot + length, min(look, longest - length)
             differs = self._keys[start : start + ahead] != words[length : length + ahead]
-            # A slot keeps its last key: only its cell says whether that is still in the index.
+            # A slot keeps its last key; only its cell says whether the key is still in the index.
             gone = self._cell[start : start + ahead] == _ABSENT
             num_same = ahead
             if np.count_nonzero(differs) or np.count_nonzero(gone):
@@ -261,7 +260,7 @@ class Index:
         return length
 
     def _find_in_table(self, words: KeyArray) -> SlotArray:
-        """The slot of each key, or ``NO_SLOT``, with no guess where it could be."""
+        """Return the slot of each key, or ``NO_SLOT``, from the hash table and not from runs."""
         found = np.full(len(words), NO_SLOT, dtype=np.int64)
         rows = self._rows_of(words)
         lanes = self._lanes.take(rows, axis=0).ravel()
@@ -270,7 +269,7 @@ class Index:
             piece = used[start : start + _PIECE]
             at, slots = piece // _LANES, lanes.take(piece)
             differs = self._keys.take(slots, axis=0) ^ words.take(at, axis=0)
-            # By columns: numpy reduces an axis of four very slowly.
+            # Column by column: numpy reduces an axis of four elements very slowly.
             same = (differs[:, 0] | differs[:, 1] | differs[:, 2] | differs[:, 3]) == 0
             found[at[same]] = slots[same]
         if self._spilled:
@@ -280,7 +279,7 @@ class Index:
         return found
 
     def _rows_of(self, words: KeyArray) -> Positions:
-        # As 64 bits first: numpy 1 would multiply in 32.
+        # Converted to 64 bits first: numpy 1 would multiply in 32 bits.
         halves = words.view("<u4")[:, 0].astype(np.uint64)
         return (halves * np.uint64(self._num_rows) >> np.uint64(32)).view(np.int64)
 
@@ -298,14 +297,14 @@ class Index:
             if np.count_nonzero(is_full):
                 self._spill(slots[is_full], rows[is_full])
                 slots, rows, cells = slots[~is_full], rows[~is_full], cells[~is_full]
-            # Of those that want the same cell, the one whose slot is found in it afterwards has it.
+            # Several slots may have chosen one cell: the last one written has it, the others retry.
             self._cells[cells] = slots
             self._cell[slots] = cells
             lost = (self._cells.take(cells) != slots).nonzero()[0]
             slots, rows = slots.take(lost), rows.take(lost)
 
     def _spill(self, slots: SlotArray, rows: Positions) -> None:
-        """Put the keys of these slots, whose rows are full, into the dict."""
+        """Put the keys of these slots into the dict, because their rows are full."""
         self._cell[slots] = _SPILLED
         np.add.at(self._num_spilled, rows, 1)
         self._spilled.update((self.key_of(slot), slot) for slot in slots.tolist())
@@ -321,7 +320,7 @@ class Index:
             self._keys[slot : slot + end - start] = words[start:end]
 
     def remove(self, slots: SlotArray) -> None:
-        """Take the keys of these slots out; every one of them must be present."""
+        """Remove the keys of these slots; IntegrityError if one is not in the index."""
         cells = self._cell.take(slots)
         if len(cells) and np.minimum.reduce(cells) < 0:
             spilled = slots[cells < 0]
@@ -345,12 +344,12 @@ class Index:
         self._size = 0
 
     def slots(self) -> SlotArray:
-        """Every slot in the index, ascending. Walks all of them: for checks only."""
+        """Return every slot in the index, ascending. Scans all slots: for checks only."""
         return (self._cell != _ABSENT).nonzero()[0]
 
 
 def num_leading(flags: npt.NDArray[np.bool_]) -> int:
-    """How many are true before the first that is not."""
+    """Return how many flags are true before the first false one."""
     if not len(flags):
         return 0
     first = int(flags.argmin())
@@ -358,7 +357,7 @@ def num_leading(flags: npt.NDArray[np.bool_]) -> int:
 
 
 class FreeSlots:
-    """A stack of free slots. Owns their order; what else is true of a slot the pool knows."""
+    """A stack of free slots. Owns their order; leaves their states to :class:`SlotTable`."""
 
     __slots__ = ("_stack", "count")
 
@@ -368,26 +367,26 @@ class FreeSlots:
 
     @property
     def slots(self) -> SlotArray:
-        """All of them; the last is given out next."""
+        """All free slots; the last one is taken next."""
         return self._stack[: self.count].astype(np.int64)
 
     def push(self, ascending: SlotArray) -> None:
-        """The lowest is given out first.
+        """Add free slots, the lowest of which is taken first.
 
-        What is stored together then lies in as few runs as the slots allow, which the index looks
-        up faster.
+        Blocks stored together then lie in as few runs as the slots allow, which the index looks up
+        faster.
         """
         end = self.count + len(ascending)
         self._stack[self.count : end] = ascending[::-1]
         self.count = end
 
     def take(self, count: int) -> SlotArray:
-        """As many slots, of which there are enough."""
+        """Remove and return ``count`` slots; the caller makes sure that so many are free."""
         self.count -= count
         return self._stack[self.count : self.count + count][::-1].astype(np.int64)
 
     def give_out_next(self, slots: SlotArray) -> None:
-        """The next ones taken are these, in this order."""
+        """Make :meth:`take` return these slots next, in this order; InputError if one is in use."""
         free = np.zeros(len(self._stack), dtype=bool)
         free[self._stack[: self.count]] = True
         if not free.take(slots).all():
@@ -399,28 +398,28 @@ class FreeSlots:
 
 
 class Chains:
-    """Parents and how many children each has. Owns only these; knows no keys, states or claims."""
+    """Each slot's parent and number of children. Owns only these, no keys, states or leases."""
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
         self._parent = slot_numbers(num_slots)
         self.children = np.zeros(num_slots, dtype=np.int32)
-        """How many slots follow right after each."""
+        """For each slot, how many slots have it as parent."""
         self._place = slot_numbers(num_slots)  # scratch, NO_SLOT between calls
 
     def parents_of(self, slots: SlotArray) -> SlotArray:
-        """The slot before each, ``NO_SLOT`` where there is none."""
+        """Return each slot's parent, ``NO_SLOT`` where there is none."""
         return self._parent.take(slots).astype(np.int64, copy=False)
 
     def own_end(self, slots: SlotArray) -> SlotArray:
-        """The last of a chain's slots: those that no other chain goes on from."""
+        """Return the end of a chain: its slots after the last one that other chains share."""
         children = self.children.take(slots)
         after = np.append(self._parent.take(slots[1:]) == slots[:-1], False)
         shared = np.flatnonzero(children > after)
         return slots[int(shared[-1]) + 1 :] if len(shared) else slots
 
     def begin(self, slots: SlotArray, above: int) -> None:
-        """Slots that no chain knows yet follow each other, the first of them ``above`` if any."""
+        """Link new slots into a chain; the parent of the first is ``above`` unless ``NO_SLOT``."""
         if not len(slots):
             return
         before, after = slots[:-1], slots[1:]
@@ -431,21 +430,21 @@ class Chains:
             self.children[above] += 1
 
     def link(self, slots: SlotArray, before: SlotArray) -> None:
-        """Give each slot the one before it as parent, also where a lost parent is back.
+        """Set ``before[i]`` as the parent of ``slots[i]`` if it has none, as after a lost parent.
 
-        ``NO_SLOT`` on either side means: nothing to link here.
+        Skips pairs in which either side is ``NO_SLOT``.
         """
         known = (slots != NO_SLOT) & (before != NO_SLOT)
         slots, before = slots[known], before[known]
         lone = self._parent.take(slots) == NO_SLOT
         slots, before = slots[lone], before[lone]
         self._parent[slots] = before
-        self.children[before] += 1  # distinct: each has one next block here
+        self.children[before] += 1  # no duplicates: each has one next block here
 
     def leave(self, slots: SlotArray) -> None:
-        """These slots leave, and all their descendants with them (see :meth:`can_go`)."""
+        """Unlink slots that are evicted with all their descendants (see :meth:`can_go`)."""
         parents = self._parent.take(slots).astype(np.int64, copy=False)
-        # Most chains leave from their end on. A parent right behind its child leaves, too.
+        # Most chains are evicted from their end on; then each parent stands right after its child.
         apart = (parents[:-1] != slots[1:]).nonzero()[0]
         if len(apart):
             left = np.concatenate((parents.take(apart), parents[-1:]))
@@ -456,12 +455,12 @@ class Chains:
         self.children[slots] = 0
 
     def unlink(self, slots: SlotArray) -> None:
-        """The bytes of these slots are lost. Children that stay have no parent then."""
+        """Unlink slots whose bytes are lost. Children that stay are left without a parent."""
         parents = self._parent.take(slots).astype(np.int64, copy=False)
         np.subtract.at(self.children, parents[parents != NO_SLOT], 1)
         self._parent[slots] = NO_SLOT
         bereft = slots[self.children.take(slots) > 0]
-        if len(bereft):  # a look at every slot is fair where bytes were lost
+        if len(bereft):  # scanning every slot is acceptable: lost bytes are rare
             self._parent[np.isin(self._parent, bereft)] = NO_SLOT
             self.children[bereft] = 0
 
@@ -470,18 +469,18 @@ class Chains:
         self.children.fill(0)
 
     def can_go(self, slots: SlotArray) -> npt.NDArray[np.bool_]:
-        """Which of these slots can leave together: no descendant of theirs stays behind."""
+        """Return which of these slots can be evicted together: no descendant of theirs stays."""
         children = self.children.take(slots)
-        # A chain that lies here from its end on: as many have their parent behind them as all of
-        # these have children, so no child is anywhere else.
+        # Chains listed from their end on: as many slots stand right before their parent as all
+        # slots have children, so no child is outside.
         beside = np.count_nonzero(self._parent.take(slots[:-1]) == slots[1:])
         if np.add.reduce(children) == beside:
             return slots != NO_SLOT  # all of them
         above = self._parents_among(slots)
         going = np.bincount(above[above != NO_SLOT], minlength=len(slots))
         stays = going != children
-        # A slot that stays keeps all its ancestors. Doubling the step reaches those of any depth
-        # in a few rounds; one level a round would take as many rounds as the chain is long.
+        # A slot that stays keeps all its ancestors. Doubling the distance reaches all of them in a
+        # few rounds; one level a round would take as many rounds as the chain is long.
         for _ in range(len(slots).bit_length()):
             linked = np.flatnonzero(above != NO_SLOT)
             if not len(linked) or not stays.any():
@@ -491,16 +490,16 @@ class Chains:
         return ~stays
 
     def follow(self, slots: SlotArray, lost: SlotArray) -> npt.NDArray[np.bool_]:
-        """Which of these slots come after any of the ``lost`` in their chains.
+        """Return which of these slots have any of the ``lost`` slots as an ancestor.
 
-        Walks up from each: for the rare case that bytes were lost.
+        Walks up from each slot, which is slow: for the rare case that bytes were lost.
         """
         after = {NO_SLOT: False, **dict.fromkeys(lost.tolist(), True)}
         found = []
         for slot in self._parent.take(slots).tolist():
             path = []
             while slot not in after:
-                after[slot] = False  # until known; ends the walk of a ring, too
+                after[slot] = False  # until known; also ends the walk if the parents form a ring
                 path.append(slot)
                 slot = self._parent.item(slot)
             after.update(dict.fromkeys(path, after[slot]))
@@ -508,7 +507,7 @@ class Chains:
         return np.array(found, dtype=bool)
 
     def children_first(self, slots: SlotArray) -> SlotArray:
-        """These slots, each after those of its descendants that are among them."""
+        """Return these slots ordered so that each comes after its descendants among them."""
         above = self._parents_among(slots)
         depth = (above != NO_SLOT).astype(np.int64, copy=False)
         for _ in range(len(slots).bit_length()):
@@ -521,7 +520,7 @@ class Chains:
 
     def all_distinct(self, slots: SlotArray) -> bool:
         """Whether no slot is named twice."""
-        # Most chains lie in one run, in order, or from their end on.
+        # Most chains lie in one run, in rising or falling order.
         rises = int(np.count_nonzero(slots[1:] > slots[:-1]))
         if rises >= len(slots) - 1:
             return True
@@ -529,7 +528,7 @@ class Chains:
         return (not rises and falls >= len(slots) - 1) or bool(self.last_mentions(slots).all())
 
     def last_mentions(self, slots: SlotArray) -> npt.NDArray[np.bool_]:
-        """True where no later place in ``slots`` names the same slot."""
+        """Return, for each position, whether no later position in ``slots`` names the same slot."""
         at = np.arange(len(slots))
         self._place[slots] = at
         last = self._place.take(slots) == at
@@ -537,7 +536,7 @@ class Chains:
         return np.asarray(last)
 
     def check(self, living: npt.NDArray[np.bool_]) -> None:
-        """Prove that parents and children agree and that only ``living`` slots have any."""
+        """Raise IntegrityError unless parents and children agree and are ``living`` slots."""
         linked = (self._parent != NO_SLOT).nonzero()[0]
         parents = self._parent[linked]
         if np.count_nonzero(living[linked]) < len(linked):
@@ -549,7 +548,7 @@ class Chains:
             raise IntegrityError("pool: children are miscounted")
 
     def _parents_among(self, slots: SlotArray) -> SlotArray:
-        """For each slot the place of its parent in ``slots``, or ``NO_SLOT``."""
+        """Return, for each slot, the position of its parent in ``slots``, or ``NO_SLOT``."""
         self._place[slots] = np.arange(len(slots))
         parents = self._parent.take(slots)
         above = np.where(parents == NO_SLOT, NO_SLOT, self._place.take(parents, mode="wrap"))
@@ -558,54 +557,54 @@ class Chains:
 
 
 class SlotTable:
-    """State, readers, key and chain of every slot of a tier. Decides nothing: pools do."""
+    """Owns state, readers, key and chain of every slot of a tier; leaves decisions to the pool."""
 
     def __init__(self, num_slots: int, log: EventLog) -> None:
         self.num_slots = num_slots
         self.log = log
         self.index = Index(num_slots)
         self.chains = Chains(num_slots)
-        # One more than there are slots: what NO_SLOT names is never cached.
+        # One entry more than slots: NO_SLOT indexes the last entry, which is never cached.
         self.state = np.full(num_slots + 1, UNREADY, dtype=np.int8)
         self.readers = np.zeros(num_slots, dtype=np.int32)
         self.free = FreeSlots(num_slots)
         self.num_idle = 0
-        """Cached slots that no lease and no pin claims."""
+        """Cached slots under no lease and no pin."""
         self.num_doomed = 0
         self.num_evicted = 0
 
     def is_idle(self, slots: SlotArray) -> npt.NDArray[np.bool_]:
-        """For each slot, whether its block is cached and no lease and no pin claims it."""
+        """Return, for each slot, whether its block is cached, under no lease and no pin."""
         return (self.readers.take(slots) == 0) & (self.state.take(slots) == CACHED)
 
     def can_go(self, slot: int) -> bool:
-        """Whether one slot is idle, and no block follows its block."""
+        """Whether a slot is idle and has no children, so that it can be evicted."""
         is_idle = self.state.item(slot) == CACHED and not self.readers.item(slot)
         return is_idle and not self.chains.children.item(slot)
 
     def claim(self, slots: SlotArray) -> None:
-        """These distinct slots have one reader more."""
+        """Add one reader to each of these distinct slots."""
         readers = self.readers.take(slots)
         self.num_idle -= len(slots) - int(np.count_nonzero(readers))
         self.readers[slots] = readers + 1
 
     def add_free(self, ascending: SlotArray) -> None:
-        """These slots can be given out from now on."""
+        """Make these slots free, in ascending order."""
         self.state[ascending] = FREE
         self.free.push(ascending)
 
     def evict(self, going: SlotArray, untold: SlotArray) -> None:
-        """Free these idle slots, each after its followers. ``untold``: those the policy holds."""
+        """Free these idle slots, each after its followers; the policy still holds ``untold``."""
         self.num_idle -= len(going)
         self.log.append(EventKind.EVICT, untold, self.index.keys_of(going))
         self.index.remove(going)
         self.chains.leave(going)
         ascending = going.copy()
-        ascending.sort(kind="stable")  # quick where there are runs
+        ascending.sort(kind="stable")  # a stable sort is quick on runs
         self.add_free(ascending)
 
     def doom(self, slots: SlotArray) -> None:
-        """Nothing matches these claimed slots any more; they are freed when their claims end."""
+        """Make these claimed slots unmatchable; they become free when their claims end."""
         cached = slots[self.state.take(slots) == CACHED]
         self.log.append(EventKind.EVICT, slots, self.index.keys_of(cached))
         self.index.remove(slots)
@@ -614,7 +613,7 @@ class SlotTable:
         self.num_doomed += len(slots)
 
     def doom_all(self) -> SlotArray:
-        """Forget every block: idle slots are free, claimed ones when their claims end.
+        """Forget every block: free idle slots now, claimed ones when their claims end.
 
         Returns the slots that were idle.
         """

@@ -1,4 +1,4 @@
-"""The tenants by name: which number each has in the pools, and what each was served."""
+"""Tenants by name: the number of each in the pools, and the tokens and hits counted for each."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvferry.cache.policies.quotas import Quotas
-from kvferry.settings.eviction import BEFORE, EVERYBODY_ELSE, NONE, OTHER, RESERVED, TenantShare
+from kvferry.settings.eviction import BEFORE, NONE, OTHER, OTHER_TENANTS, RESERVED, TenantShare
 from kvferry.types import TierName
 
 MOST_OTHERS = 16
-"""Tenants that the settings do not name and that are told apart all the same. Each has a policy
-with arrays of the pool's size, and a label in the metrics for good."""
+"""Tenants counted separately although the settings do not name them. Bounded because each has a
+policy with arrays of the pool's size, and keeps a label in the metrics."""
 
 
 @dataclass
 class TenantCounts:
-    """What one tenant was served; its slots, and its evicted blocks, by tier."""
+    """One tenant's requests and tokens so far; its slots now and evicted blocks so far, by tier."""
 
     queries: int = 0
     asked_tokens: int = 0
@@ -26,14 +26,14 @@ class TenantCounts:
 
 
 class Tenants:
-    """The tenants by name. Owns their numbers and what was counted for each.
+    """Maps tenants' names to numbers. Owns these and each tenant's counts.
 
-    Those that come first are told apart, besides those that the settings name. The rest count as
-    one, as do blocks from before the server started (``before``).
+    The settings' tenants and the first ``MOST_OTHERS`` others have a number each; the rest share
+    one. Blocks from before the server started belong to one tenant of their own (``before``).
     """
 
     def __init__(self, shares: Sequence[TenantShare]) -> None:
-        named = [each for each in shares if each.name != EVERYBODY_ELSE]
+        named = [each for each in shares if each.name != OTHER_TENANTS]
         names = (NONE, OTHER, BEFORE, *(each.name for each in named))
         self._numbers = {name: number for number, name in enumerate(names)}
         self._most = len(names) + MOST_OTHERS
@@ -42,8 +42,8 @@ class Tenants:
         self._counts = [TenantCounts() for _ in self.shares]
 
     def number(self, name: str) -> int:
-        """The number of a tenant, or of all others together where too many came before it."""
-        if name in RESERVED:  # what a request calls itself must not pass for one of those
+        """Return a tenant's number; the common number of the rest if too many came before it."""
+        if name in RESERVED:  # a request must not pass for one of kvferry's own tenants
             name = f"tenant-{name}"
         name = name or NONE
         if name not in self._numbers:
@@ -56,7 +56,7 @@ class Tenants:
         return self._counts[number]
 
     def snapshot(self, quotas: Mapping[TierName, Quotas]) -> dict[str, TenantCounts]:
-        """By name, what was counted, and the slots in each tier now."""
+        """Return each tenant's counts by name, with its slots in each tier now."""
         found = {}
         for name, number in self._numbers.items():
             counts = self._counts[number]

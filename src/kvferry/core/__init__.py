@@ -1,4 +1,4 @@
-"""What every other package builds on: keys, identity, quantities, lifecycle.
+"""Basics for all other packages: keys, identity, quantities, lifecycle.
 
-Owns no blocks, no bytes and no settings; imports nothing of kvferry but errors and types.
+Owns no blocks, no bytes and no settings; imports only errors and types from kvferry.
 """

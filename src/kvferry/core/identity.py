@@ -1,4 +1,4 @@
-"""Tokens to a chain of Keys, the same in every process and on every machine.
+"""Hash tokens to a chain of keys, equal in every process and on every machine.
 
 ::
 
@@ -12,8 +12,8 @@
                                           ▼
     tokens of block 2 ─────────────────▶ key 2 under everything that could change the bytes
 
-Nothing here uses ``hash()``, ``str(dict)`` or the machine's byte order. In doubt the keys must
-differ: a miss costs time, a wrong hit costs trust.
+This module never uses ``hash()``, ``str(dict)`` or the machine's byte order. In doubt keys must
+differ: a miss costs time, a wrong hit is a wrong answer.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from kvferry.core.quantities import Integers, integer, integers, quoted
 from kvferry.errors import InputError
 
 FORMAT_VERSION = 2
-"""Part of every fingerprint. Raise it when keys or the bytes of a slot change their meaning."""
+"""Part of every fingerprint. Raise it when the meaning of keys or of a slot's bytes changes."""
 
 Described = str | Mapping[str, Any] | list[Any] | tuple[Any, ...]
-"""Text, or plain data (numbers, text, None, lists, mappings by name) with one canonical text."""
+"""Text, or plain data (numbers, text, None, lists, mappings), which has one canonical text."""
 
 Extra = Described | bytes
-"""What decides a request's bytes besides its tokens: as above, or a digest's bytes."""
+"""Whatever decides the bytes of a request's blocks besides its tokens, or a digest of it."""
 
-# One digest, six uses that can never be mistaken for each other.
+# The six uses of blake2b; ``person`` keeps their digests apart.
 _NAMESPACE = b"kvferry.ns"
 _CHAIN = b"kvferry.chain"
 _REQUEST = b"kvferry.request"
@@ -50,19 +50,19 @@ _SCOPE = b"kvferry.scope"
 _STORE = b"kvferry.store"
 
 _MOST_INT64 = 2**63 - 1
-_MOST_PLAIN_INT = 10**1000  # Python writes integers of some thousand digits only if told to
+_MOST_PLAIN_INT = 10**1000  # Python refuses by default to write integers of over 4,300 digits
 
 
 @dataclass(frozen=True, kw_only=True)
 class Namespace:
-    """Everything besides the tokens that decides the bytes of a block, and which tenant sees them.
+    """Everything besides the tokens that decides a block's bytes and which tenant may use them.
 
-    Two namespaces that differ in any field share no key. ``revision`` or ``weights_digest`` says
-    which weights these are. With both empty, two versions of a model under one name cannot be told
-    apart: right only where blocks do not outlive the process that loaded the weights. ``geometry``
-    (layers, KV heads, head size, groups, ranks) and ``overrides`` (rope scaling and all else that
-    changes KV) may be plain data, kept as canonical text: 10000 and 10000.0 differ. What differs by
-    request (an image, an adapter, a tenant) belongs in :func:`chain`.
+    Two namespaces that differ in any field share no key. ``revision`` or ``weights_digest``
+    identifies the weights. With both empty, two versions of a model under one name have equal keys:
+    right only where blocks do not outlive the process that loaded the weights. ``geometry`` has
+    layers, KV heads, head size, groups and ranks; ``overrides`` rope scaling and all else that
+    changes KV. Both may be plain data, kept as canonical text: 10000 and 10000.0 differ. Whatever
+    differs by request (an image, an adapter, a tenant) belongs in :func:`chain`.
     """
 
     model: str
@@ -90,7 +90,7 @@ class Namespace:
 
     @cached_property
     def fingerprint(self) -> bytes:
-        """``KEY_BYTES`` bytes over every field, each as its length and bytes, name by name."""
+        """A digest of ``KEY_BYTES`` bytes over the names and values of all fields."""
         digest = blake2b(digest_size=KEY_BYTES, person=_NAMESPACE)
         for name in sorted(f.name for f in fields(self)):
             for part in (name, str(getattr(self, name))):
@@ -99,7 +99,7 @@ class Namespace:
 
     @cached_property
     def adoption(self) -> bytes:
-        """The mask that moves an engine's hashes into this namespace."""
+        """The mask that turns an engine's hashes into keys of this namespace (:func:`adopt`)."""
         return blake2b(self.fingerprint, digest_size=KEY_BYTES, person=_ADOPT).digest()
 
 
@@ -111,18 +111,18 @@ def chain(
     salt: str = "",
     extra: Extra = "",
 ) -> Keys:
-    """One key per full block of tokens; a last block that is not full has none.
+    """Return one key per full block of tokens; a last block that is not full has no key.
 
-    ``tokens`` may be a sequence, a numpy array or a torch tensor (one on a GPU is fetched, which
-    waits for that GPU). With ``parent``, the key of the block before the first token, a chain
-    continues: ``chain(ns, t) == chain(ns, t[:k]) + chain(ns, t[k:], parent=...)`` for whole blocks.
+    ``tokens`` may be a sequence, a numpy array or a torch tensor (copying one from a GPU waits for
+    that GPU). ``parent`` is the key of the block before the first token and continues its chain:
+    ``chain(ns, t) == chain(ns, t[:k]) + chain(ns, t[k:], parent=...)`` for whole blocks.
 
-    Two requests with equal tokens share their blocks. Give all else that decides the bytes, or one
-    request is served another's KV: ``extra`` is the content that tokens only stand for, such as a
-    digest of the images, or the adapter; ``salt`` names the requests that may share (a tenant). All
-    keys from these tokens on cover both: give each once, where it begins. An ``extra`` may begin in
-    the middle (an image after a common prompt). InputError for a ``salt`` with ``parent``: it
-    belongs to the whole chain.
+    Requests with equal tokens share their blocks, so give everything else that decides the bytes,
+    or a request is served another one's KV. ``extra`` is content that the tokens only stand for,
+    such as a digest of the images, or the adapter. ``salt`` names the requests that may share (a
+    tenant). All keys from these tokens on cover both, so give each only once, where it begins. An
+    ``extra`` may begin in the middle (an image after a common prompt). A ``salt`` belongs to a
+    whole chain: InputError for a ``salt`` with ``parent``.
     """
     if parent is not None:
         require_key("parent", parent)
@@ -148,14 +148,14 @@ def chain(
 
 
 def _request_seed(above: bytes, salt: str, extra: Extra) -> bytes:
-    """What stands before a request's first block instead of ``above``."""
+    """Return the bytes hashed before a request's first block: ``above`` with salt and extra."""
     if isinstance(extra, bytes):
         kind, content = b"bytes", extra
     else:
         kind = b"text" if isinstance(extra, str) else b"data"
         content = _canonical("extra", extra).encode()
     secret = _require_text("salt", salt).encode()
-    if not secret and not content:  # no images is no extra
+    if not secret and not content:  # an empty list of images equals no extra
         return above
     parts = (secret, kind if content else b"", content)
     return blake2b(
@@ -164,14 +164,14 @@ def _request_seed(above: bytes, salt: str, extra: Extra) -> bytes:
 
 
 def adopt(namespace: Namespace, hashes: Iterable[bytes]) -> Keys:
-    """Keys for blocks of which the engine already has chained content hashes.
+    """Return keys for blocks of which the engine already has chained content hashes.
 
     Each hash must cover every token before its block, and be the same in every process that shares
-    a tier. A hash as long as a key is taken for a 256-bit digest, others are digested first. Then
-    one mask moves all of them into the namespace, sound as in :func:`scope`.
+    a tier. A hash as long as a key is taken for a 256-bit digest; others are digested first. Then
+    all are XORed with the namespace's mask, for the reason given in :func:`scope`.
     """
     contents = list(hashes)
-    # All at once: this is done for every request, and most engines' hashes need nothing more.
+    # One check for all hashes: this runs for every request, and most engines' need no digest.
     if not {bytes}.issuperset(map(type, contents)) or not {KEY_BYTES}.issuperset(
         map(len, contents)
     ):
@@ -184,7 +184,7 @@ def _of_digests(digests: Sequence[bytes]) -> Keys:
 
 
 def adopt_one(namespace: Namespace, content: bytes) -> Key:
-    """One key as :func:`adopt` gives it."""
+    """Return the key of one hash, as :func:`adopt` does for many."""
     if type(content) is not bytes or len(content) != KEY_BYTES:
         content = _digest(0, content)
     return masked_key(Key(content), namespace.adoption)
@@ -200,27 +200,27 @@ def _digest(position: int, content: bytes) -> bytes:
 
 @lru_cache(maxsize=1024)
 def scope(epoch: int, group: int) -> bytes:
-    """The mask that moves keys into an epoch and a group: ``keys.masked(scope(epoch, group))``.
+    """Return the mask of an epoch and a group, for ``keys.masked(scope(epoch, group))``.
 
-    One XOR over the batch, its own inverse, all zeros for ``scope(0, 0)``. Sound because keys and
-    masks are outputs of a 256-bit digest: blocks meet only where ``key ^ key'`` equals ``mask ^
-    mask'``, which takes above 2**100 tries with a million scopes. Masks are no secret: the
-    namespace's salt keeps tenants apart.
+    Masking is one XOR over the batch and its own inverse; ``scope(0, 0)`` is all zeros. Keys and
+    masks are 256-bit digests, so two blocks collide only if ``key ^ key'`` equals ``mask ^ mask'``:
+    above 2**100 tries with a million scopes. Masks are no secret: the namespace's salt keeps
+    tenants apart.
     """
     epoch = _require_count("epoch", epoch, 0)
     group = _require_count("group", group, 0)
     if epoch == group == 0:
         return bytes(KEY_BYTES)
-    if epoch and group:  # a tier that outlives the server takes the epoch off, whatever the group
+    if epoch and group:  # tiers that outlive the server remove the epoch's mask in all groups
         return bytes(masked_key(Key(scope(epoch, 0)), scope(0, group)))
     place = epoch.to_bytes(8, "little") + group.to_bytes(8, "little")
     return blake2b(place, digest_size=KEY_BYTES, person=_SCOPE).digest()
 
 
 def store_fingerprint(namespace: Namespace, *parts: Described | int | Sequence[int]) -> bytes:
-    """``KEY_BYTES`` bytes over a namespace and whatever else decides what a store on disk holds.
+    """Return a digest of ``KEY_BYTES`` bytes over a namespace and ``parts``, in order.
 
-    Each part with its length and in its place: the way the blocks lie, the rank, the weights.
+    ``parts`` are whatever else decides a stored block's bytes: block layout, rank, weight digests.
     """
     digest = blake2b(namespace.fingerprint, digest_size=KEY_BYTES, person=_STORE)
     for part in parts:
@@ -229,17 +229,17 @@ def store_fingerprint(namespace: Namespace, *parts: Described | int | Sequence[i
 
 
 def new_epoch(before: int) -> int:
-    """An epoch never used before: the time, because a tier may outlive this process."""
+    """Return a new epoch above ``before``: the time in ns, as a tier may outlive this process."""
     return max(time.time_ns(), before + 1)
 
 
 def _with_length(data: bytes) -> bytes:
-    """Data behind its length, so that no byte can slip from one part into the next."""
+    """Return the data after its length, so that moving bytes between parts changes the digest."""
     return len(data).to_bytes(8, "little") + data
 
 
 def _canonical(name: str, value: Described) -> str:
-    """One text for plain data, whatever the order its mappings were built in."""
+    """Return the canonical text of plain data: it does not depend on the order of mappings."""
     if isinstance(value, str):
         return _require_text(name, value)
     if not isinstance(value, (Mapping, list, tuple)):
@@ -279,9 +279,9 @@ def _require_text(name: str, value: object) -> str:
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        # Half a character. JSON would write two of them exactly as it writes the whole one.
+        # A lone surrogate. JSON would write a pair of them like the character they encode.
         raise InputError(f"{name} cannot be written as UTF-8: {error}") from None
-    return str.__str__(value)  # a subclass may write itself differently
+    return str.__str__(value)  # a subclass may override __str__
 
 
 def _require_count(name: str, value: object, least: int) -> int:

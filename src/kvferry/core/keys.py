@@ -1,4 +1,4 @@
-"""A batch of Keys as one array, so that a whole request's keys cost one call."""
+"""Keys of blocks, held as one array so that an operation on all keys of a request is one call."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ _WORD = np.dtype("<u8")
 
 
 class KeyChain(Protocol):
-    """A request's keys one by one: cheaper than all of them where only some are needed."""
+    """A request's keys, readable one by one: cheaper than a batch where only some are needed."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, item: int, /) -> Key: ...
 
     def keys(self) -> Keys:
-        """All of them, as one batch."""
+        """Return all keys as one batch."""
 
 
 class Keys:
     """An immutable batch of keys, one row of ``KEY_WORDS`` little-endian words each.
 
-    Owns its array and nothing else; order is the order of the blocks in the request.
+    Owns its array and nothing else. The keys are in the order of the blocks in the request.
     """
 
     __slots__ = ("array",)
@@ -40,7 +40,7 @@ class Keys:
     array: KeyArray
 
     def __init__(self, array: npt.NDArray[Any]) -> None:
-        """Take rows of words as they are; use :meth:`from_bytes` for keys in bytes."""
+        """Wrap rows of words; use :meth:`from_bytes` for keys in bytes."""
         if array.dtype != _WORD or array.ndim != 2 or array.shape[1] != KEY_WORDS:
             raise InputError(
                 f"keys must be a (n, {KEY_WORDS}) array of little-endian uint64, "
@@ -54,7 +54,7 @@ class Keys:
 
     @classmethod
     def from_bytes(cls, keys: Iterable[bytes]) -> Keys:
-        """Keys from bytes objects of ``KEY_BYTES`` each; refuses any other length by position."""
+        """Return keys from bytes objects of ``KEY_BYTES`` each; InputError for other lengths."""
         items = list(keys)
         for position, key in enumerate(items):
             require_key(f"key {position}", key)
@@ -62,7 +62,7 @@ class Keys:
 
     @classmethod
     def of(cls, array: KeyArray) -> Keys:
-        """Rows that are known to be keys, and that no other code will write."""
+        """Wrap rows without checks; the caller must not write to ``array`` afterwards."""
         keys = cls.__new__(cls)
         keys.array = array if array.flags.c_contiguous else np.ascontiguousarray(array)
         keys.array.setflags(write=False)
@@ -73,11 +73,11 @@ class Keys:
         return cls(np.empty((0, KEY_WORDS), dtype="<u8"))
 
     def masked(self, mask: bytes) -> Keys:
-        """Every key XORed with a ``KEY_BYTES`` mask: the same blocks under another scope."""
+        """Return every key XORed with a ``KEY_BYTES`` mask (see ``core.identity.scope``)."""
         return Keys.of(self.array ^ np.frombuffer(mask, dtype=_WORD))
 
     def keys(self) -> Keys:
-        """Itself: a chain that does not grow."""
+        """Return itself: a batch is also a :class:`KeyChain`."""
         return self
 
     def __len__(self) -> int:
@@ -93,12 +93,12 @@ class Keys:
         return Key(self.array[item].tobytes())
 
     def take(self, positions: npt.NDArray[Any]) -> Keys:
-        """The keys at ``positions`` (numbers or a boolean mask), in that order."""
+        """Return the keys at ``positions`` (numbers or a boolean mask), in that order."""
         return Keys.of(self.array[positions])
 
     def has_duplicates(self) -> bool:
-        """Whether a key is there twice."""
-        # First words alone nearly always decide; keys that share one are compared whole.
+        """Whether any key occurs twice."""
+        # Comparing first words nearly always decides; keys with equal ones are compared whole.
         words = np.sort(self.array[:, 0])
         is_doubtful = bool(np.count_nonzero(words[1:] == words[:-1]))
         return is_doubtful and len(set(self)) != len(self)
@@ -121,14 +121,14 @@ class Keys:
 
 
 class BlockNames:
-    """How the blocks of one group are named in a pool in one epoch: cut from a request's chain.
+    """Maps a request's chain to the pool keys of one group's blocks in one epoch.
 
     ::
 
         chain    k0 k1 k2 k3 k4 k5 k6 k7      one key per hash block, each covers all before it
         blocks   [    k3    ][    k7    ]     a block of four hash blocks has the last one's key
 
-    The ``mask`` keeps the blocks apart from those of other groups and epochs.
+    The ``mask`` makes the pool keys differ from those of other groups and epochs.
     """
 
     __slots__ = ("_words", "mask", "ratio")
@@ -139,7 +139,7 @@ class BlockNames:
         self._words = np.frombuffer(mask, dtype=_WORD) if any(mask) else None
 
     def of(self, keys: Keys, blocks: range) -> Keys:
-        """The names of these blocks of a request."""
+        """Return the pool keys of these blocks of a request."""
         ratio, words = self.ratio, self._words
         if words is None and ratio == 1 and blocks == range(len(keys.array)):
             return keys
@@ -147,31 +147,31 @@ class BlockNames:
         return Keys.of(part if words is None else part ^ words)
 
     def all(self, keys: Keys) -> Keys:
-        """The names of every whole block of a request."""
+        """Return the pool keys of all whole blocks of a request."""
         return self.of(keys, range(len(keys.array) // self.ratio))
 
     def leading(self, chain: KeyChain, num_keys: int | None) -> Keys:
-        """The names of the whole blocks in the first ``num_keys`` of a chain, or in all."""
+        """Return the pool keys of the whole blocks in a chain, or in its first ``num_keys``."""
         keys = chain.keys()
         if num_keys is not None and num_keys < len(keys.array):
             keys = keys[:num_keys]
         return self.all(keys)
 
     def before(self, keys: Keys, first: int) -> Key | None:
-        """The name of the block before this one, None at the start of the request."""
+        """Return the pool key of the block before block ``first``; None for the first block."""
         return masked_key(keys[first * self.ratio - 1], self.mask) if first else None
 
 
 Recovered = tuple[Keys, npt.NDArray[np.int64]]
-"""Blocks that a tier still has from an earlier life: their keys and their places, as written.
+"""Blocks that a tier still has from an earlier process: their keys and slots, oldest write first.
 
-The earliest write comes first. A place is named once. A key may be at several places: a block that
-was dropped at one and written again at another is whole at both.
+A slot occurs once. A key may have several slots: a block that was evicted from one slot and written
+again to another is complete in both.
 """
 
 
 def masked_key(key: Key, mask: bytes) -> Key:
-    """One key as ``Keys.masked`` would give it."""
+    """Return one key XORed with a mask, as ``Keys.masked`` does for many."""
     word = int.from_bytes(key, "little") ^ int.from_bytes(mask, "little")
     return Key(word.to_bytes(KEY_BYTES, "little"))
 

@@ -1,4 +1,4 @@
-"""Processes and threads that own an object, ``close`` and its safety net, and short sleeps."""
+"""Ownership by process and thread, closing (also of dropped objects), and short sleeps."""
 
 from __future__ import annotations
 
@@ -23,49 +23,48 @@ T = TypeVar("T", bound="Closing")
 
 log = logging.getLogger(__name__)
 
-_here: weakref.WeakSet[Process] = weakref.WeakSet()
-"""What was made in this process."""
+_alive: weakref.WeakSet[Process] = weakref.WeakSet()
+"""Every :class:`Process` made in this process and still alive."""
 
 
-def _leave_behind() -> None:
-    """In a forked child: nothing of the parent's belongs here."""
-    for each in tuple(_here):
-        each.is_another = True
+def _disown_in_child() -> None:
+    """Mark, in a forked child, all objects of the parent as another process's."""
+    for each in tuple(_alive):
+        each.is_forked_child = True
         each.thread = None
-    _here.clear()
+    _alive.clear()
 
 
-os.register_at_fork(after_in_child=_leave_behind)
+os.register_at_fork(after_in_child=_disown_in_child)
 
 
 class Process:
-    """The process in which this object was made: threads and mapped memory are not forked."""
+    """The process that made an object: a forked child has neither its threads nor its memory."""
 
-    __slots__ = ("__weakref__", "_what", "is_another", "thread")
+    __slots__ = ("__weakref__", "_what", "is_forked_child", "thread")
 
     def __init__(self, what: str) -> None:
         self._what = what
-        self.is_another = False
+        self.is_forked_child = False
         """Whether this is a forked child."""
         self.thread: threading.Thread | None = None
-        """The only thread that may use it, where it belongs to one."""
-        _here.add(self)
+        """The only thread that may use the object; None: any thread."""
+        _alive.add(self)
 
     def require(self) -> None:
-        """StateError in a forked child, where waiting for a thread would never end."""
-        if self.is_another:
+        """Raise StateError in a forked child, where waiting for a thread would never end."""
+        if self.is_forked_child:
             raise StateError(
                 f"{self._what} was made before this process was forked (now {os.getpid()}); its "
                 "threads and host memory stayed behind. Make one of its own after the fork"
             )
 
 
-class OneThread(Process):
-    """The thread an object belongs to: the first that uses it, until it ends or hands it over.
+class OwnerThread(Process):
+    """The thread that owns an object: the first that uses it, until it ends or hands it over.
 
-    Two threads would break lists that one of them is changing, long before an error shows.
-    What is called often compares ``thread`` with its own, and calls :meth:`require` where they
-    differ.
+    Use by two threads would corrupt lists long before an error shows. Methods that are called often
+    compare ``thread`` with the caller's and call :meth:`require` only if they differ.
     """
 
     __slots__ = ("_lock", "is_closed")
@@ -76,13 +75,13 @@ class OneThread(Process):
         self._lock = threading.Lock()
 
     def close(self) -> None:
-        """It must not be used any more."""
+        """Refuse all further use of the object."""
         self.is_closed = True
         self.thread = None
 
     def require(self) -> None:
-        """StateError, with both names, for any thread but its own; ClosedError once closed."""
-        caller = current_thread()  # not its number: the next thread has that of one that ended
+        """Raise StateError in any thread but the owner, and ClosedError once closed."""
+        caller = current_thread()  # not its number: a new thread may get the number of an old one
         if caller is self.thread:
             return
         super().require()
@@ -98,17 +97,17 @@ class OneThread(Process):
             self.thread = caller
 
     def hand_over(self) -> None:
-        """Let the next thread that uses it own it."""
+        """Let the next thread that uses the object own it."""
         self.require()
         self.thread = None
 
 
 class Closing(ABC):
-    """An owner of something that must be given back: by ``close``, or at the end of ``with``."""
+    """An owner of resources that ``close``, or the end of a ``with`` block, releases."""
 
     @abstractmethod
     def close(self) -> None:
-        """Give everything back. Safe to call twice."""
+        """Release everything. Safe to call twice."""
 
     def __enter__(self: T) -> T:
         return self
@@ -125,25 +124,25 @@ class Closing(ABC):
 def close_if_dropped(
     owner: object, what: str, close: Callable[[], object], *, keep_alive: object = None
 ) -> weakref.finalize[..., Any]:
-    """Call ``close`` when ``owner`` is collected; call the result's ``detach`` once it was closed.
+    """Call ``close`` when ``owner`` is collected without being closed.
 
-    ``close`` must not hold ``owner``. ``keep_alive`` lives until it is done. Nothing is done at the
-    end of the process (the kernel takes all back), nor in a forked child (which owns nothing).
+    ``close`` must not refer to ``owner``; ``keep_alive`` lives until ``close`` has returned. Call
+    the result's ``detach`` once ``owner`` was closed. ``close`` is not called at the end of the
+    process (the kernel takes all back), nor in a forked child (which owns nothing).
     """
-    dropped = weakref.finalize(owner, _close_elsewhere, what, close, keep_alive, Process(what))
+    dropped = weakref.finalize(owner, _close_in_thread, what, close, keep_alive, Process(what))
     dropped.atexit = False
     return dropped
 
 
-def _close_elsewhere(
+def _close_in_thread(
     what: str, close: Callable[[], object], keep_alive: object, process: Process
 ) -> None:
-    """In a thread of its own: the collector may run in the very thread that must be joined.
+    """Run ``close`` in a new thread: the collector may run in the very thread ``close`` must join.
 
-    A bare thread starts it: the collector may also run while this thread holds a lock of
-    ``threading``.
+    A bare ``_thread`` starts that thread, as this one may hold a lock of ``threading`` now.
     """
-    if process.is_another:
+    if process.is_forked_child:
         return
     warnings.warn(f"{what} was dropped without close()", ResourceWarning, stacklevel=2)
     try:
@@ -163,9 +162,9 @@ def _close(what: str, close: Callable[[], object], keep_alive: object) -> None:
     del keep_alive
 
 
-# How a thread waits for a copy's end. Waiting in the driver has no time limit, and a callback from
-# the card comes some 100 to 250 microseconds late. Asking after short sleeps loses 5 to 15 (one
-# NVIDIA H200, 2026-11-16), if the kernel ends a sleep on time: by default it takes 50 more.
+# A thread waits for the end of a copy by polling with short sleeps. Waiting in the driver has no
+# time limit, and the driver's callback comes 100 to 250 microseconds late. Polling is 5 to 15 late
+# (one NVIDIA H200, 2026-11-16), if the kernel ends a sleep on time: by default it takes 50 more.
 _LEAST_PAUSE, _MOST_PAUSE = 3e-6, 1e-5
 _PAUSE_SHARE = 100
 _SET_SLACK, _GET_SLACK = 29, 30
@@ -173,16 +172,16 @@ _FINE_NANOSECONDS = 1000
 
 
 def pause(waited: float) -> None:
-    """Sleep for a hundredth of the time waited so far, at most 10 microseconds.
+    """Sleep for a hundredth of the seconds ``waited`` so far, 3 to 10 microseconds.
 
-    A processor that sleeps for longer is slow when it wakes: with pauses of up to 50 microseconds
-    all that follows a copy's end took a sixth longer, for a tenth to a fifth of a core less.
+    A processor that sleeps longer is slow when it wakes. Pauses of up to 50 microseconds saved a
+    tenth to a fifth of a core, but the work after a copy's end took a sixth longer.
     """
     time.sleep(min(_MOST_PAUSE, max(_LEAST_PAUSE, waited / _PAUSE_SHARE)))
 
 
 class PunctualSleep:
-    """Within it this thread's sleeps end on time, where the kernel can be told so (Linux)."""
+    """A context in which this thread's sleeps end on time, by a smaller timer slack (Linux)."""
 
     def __init__(self) -> None:
         self._prctl = _find_prctl()
@@ -202,7 +201,7 @@ class PunctualSleep:
 @functools.cache
 def _find_prctl() -> Callable[..., int] | None:
     try:
-        # Without releasing the interpreter lock: the call is shorter than getting it back.
+        # PyDLL keeps the interpreter lock: the call takes less time than getting the lock back.
         function = ctypes.PyDLL(None).prctl
     except (OSError, AttributeError, TypeError):
         return None

@@ -1,4 +1,4 @@
-"""Values as people write them: sizes, times, shares, factories; integers as callers have them."""
+"""Parse and format sizes, times, shares and factory paths; check integers from callers."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _TIME_UNITS = {
     "h": Decimal(3600),
     "d": Decimal(86400),
 }
-# Letters of other scripts are no units, though some of them turn into ours in small letters.
+# ASCII only: lower() turns some letters of other scripts, such as the Kelvin sign, into units.
 _QUANTITY = re.compile(
     r"\s*([+-]?[0-9]{1,40}(?:\.[0-9]{1,40})?)\s*([a-z]{0,10})\s*", re.IGNORECASE | re.ASCII
 )
@@ -51,17 +51,17 @@ _COUNT = re.compile(r"\s*[+-]?[0-9]{1,30}\s*", re.ASCII)
 _SHARE = re.compile(r"([0-9]{1,10}(?:\.[0-9]{1,20})?)\s*(%?)", re.ASCII)
 _MOST_INT64 = _MOST_BYTES = 2**63 - 1
 _MOST_SECONDS = 1e9
-_LEAST_MIB = 4096  # a larger number without a unit rather stands for MiB than for GiB
+_LEAST_PLAUSIBLE_MIB = 4096  # a smaller number without a unit more likely means GiB
 
 
 def parse_size(
     value: object, *, name: str = "size", minimum: int = 1, needs_unit: bool = False
 ) -> int:
-    """Bytes from an int or from "64GiB" (powers of 1024), "1.5 GB" (powers of 1000), "4096".
+    """Return bytes from an int or from "64GiB" (powers of 1024), "1.5 GB" (powers of 1000), "4096".
 
-    A fraction of a byte is dropped. Refuses less than ``minimum``, and units that do not say which
-    power they mean ("64G"). With ``needs_unit`` it also refuses a bare number below 1 MiB, which
-    hardly ever means bytes.
+    A fraction of a byte is dropped. ConfigError for less than ``minimum``, and for units that may
+    mean either power ("64G"). With ``needs_unit`` also for a bare number below 1 MiB, which is
+    hardly ever meant as bytes.
     """
     unit = ""
     if isinstance(value, str):
@@ -78,7 +78,7 @@ def parse_size(
         size = _whole(name, value, "a number of bytes or a size such as 64GiB")
     size = _between(name, value, size, minimum, _MOST_BYTES, "bytes")
     if needs_unit and not unit and 0 < size < MiB:
-        meant = f"{str(value).strip()}{'GiB' if size < _LEAST_MIB else 'MiB'}"
+        meant = f"{str(value).strip()}{'GiB' if size < _LEAST_PLAUSIBLE_MIB else 'MiB'}"
         raise ConfigError(
             f"{name}: {quoted(value)} has no unit, so it would be {size} bytes; did you mean "
             f"{meant}? For bytes write {size}B"
@@ -87,7 +87,7 @@ def parse_size(
 
 
 def parse_seconds(value: object, *, name: str = "time", may_be_zero: bool = False) -> float:
-    """Seconds, from a number or from "30s", "500ms", "2min" or "2m", "1h", "7d"."""
+    """Return seconds from a number or from "30s", "500ms", "2min" or "2m", "1h", "7d"."""
     seconds: float
     if isinstance(value, str):
         number, unit = _quantity(name, value, "a time such as 30s or 500ms")
@@ -111,7 +111,7 @@ def parse_seconds(value: object, *, name: str = "time", may_be_zero: bool = Fals
 def parse_count(
     value: object, *, name: str = "count", minimum: int = 1, maximum: int = _MOST_BYTES
 ) -> int:
-    """A whole number from ``minimum`` to ``maximum``, from an int or from its digits."""
+    """Return a whole number from ``minimum`` to ``maximum``, from an int or from its digits."""
     if isinstance(value, str):
         if not _COUNT.fullmatch(value):
             raise ConfigError(f"{name}: expected a whole number, got {quoted(value)}")
@@ -122,7 +122,7 @@ def parse_count(
 
 
 def parse_share(value: object, *, name: str = "share") -> float:
-    """A part of a whole, 0 to 1: from "25%", 0.25 or "0.25"."""
+    """Return a share, 0 to 1, from "25%", 0.25 or "0.25"."""
     text = value.strip() if isinstance(value, str) else ""
     match = _SHARE.fullmatch(text)
     share = math.nan
@@ -138,12 +138,12 @@ def parse_share(value: object, *, name: str = "share") -> float:
 
 
 def show_share(share: float) -> str:
-    """A share as :func:`parse_share` reads it."""
+    """Return a share as text that :func:`parse_share` reads."""
     return f"{share * 100:.4f}".rstrip("0").rstrip(".") + "%"
 
 
 def format_size(size: int) -> str:
-    """A size as :func:`parse_size` reads it back exactly, in the largest unit that divides it."""
+    """Return a size in the largest unit that divides it; :func:`parse_size` reads it exactly."""
     for unit, factor in _BINARY_UNITS:
         if size and size % factor == 0:
             return f"{size // factor}{unit}"
@@ -151,20 +151,20 @@ def format_size(size: int) -> str:
 
 
 def rounded_size(size: int) -> str:
-    """A size for people to read, in the largest unit it has one of: 63.9GiB."""
+    """Return a size for people, with one decimal, in the largest unit that fits: 63.9GiB."""
     for unit, factor in _BINARY_UNITS:
-        if size >= factor * (1 - 0.05 / 1024):  # 1GiB, not 1024MiB
+        if size >= factor * (1 - 0.05 / 1024):  # so that it is 1GiB, not 1024MiB
             return f"{size / factor:.1f}".removesuffix(".0") + unit
     return f"{size}B"
 
 
 def shown(value: object) -> str:
-    """A value and its type, for a message that refuses it."""
+    """Return a value and its type, for an error message."""
     return f"{quoted(value)} ({type(value).__name__})"
 
 
 def quoted(value: object) -> str:
-    """A value in a message: on one line, and cut where it is long."""
+    """Return a value for an error message: on one line, and shortened if it is long."""
     try:
         text = _SHORT.repr(value)
     except (ValueError, RecursionError):  # an int of thousands of digits has no repr
@@ -205,13 +205,13 @@ Integers = Sequence[int] | npt.NDArray[np.integer]
 """A vector of integers: a sequence, a numpy array, or a torch tensor."""
 
 _NO_VECTORS = (str, bytes, bytearray, memoryview, Set, Mapping)
-"""Iterable, but as characters, as bytes, or in no order of the caller's."""
+"""Iterable types that are not vectors: their items are characters or bytes, or have no order."""
 
 
 def integers(values: Integers, what: str) -> npt.NDArray[np.int64]:
-    """``values`` as an int64 vector, without a copy if it is one already; never rounded or cut.
+    """Return ``values`` as an int64 vector, without a copy if they are one; never rounds or cuts.
 
-    ``what`` names them in an InputError. A torch tensor on a GPU is fetched, which waits for it.
+    ``what`` names the values in an InputError. Copying a torch tensor from a GPU waits for the GPU.
     """
     if isinstance(values, np.ndarray):
         array: npt.NDArray[Any] = values
@@ -234,7 +234,7 @@ def integers(values: Integers, what: str) -> npt.NDArray[np.int64]:
 
 
 def integer(value: object, what: str) -> int:
-    """One integer of any integral type; InputError for others, also for True and 1.0."""
+    """Return an integer of any integral type as int; InputError for others, also True and 1.0."""
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise InputError(f"{what} must be an integer, got {type(value).__name__} {value!r}")
     return int(value)
@@ -257,19 +257,19 @@ def _of_items(values: Any, what: str) -> npt.NDArray[np.int64]:
 
 _LONGEST_NAME = 64
 FACTORY = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
-"""``package.module:name``, which a user may give where kvferry has names of its own."""
+"""``package.module:name``, which a setting accepts besides kvferry's own names."""
 
 
 def nearest(name: str, known: Sequence[str]) -> str:
-    """A hint at the name that was meant, if one is near; else nothing."""
+    """Return a hint at the ``known`` name most like ``name``; empty if none is similar."""
     near = difflib.get_close_matches(name[:_LONGEST_NAME].lower(), known, n=1)
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def find_factory(path: str, *, what: str, where: str) -> Callable[..., Any]:
-    """The callable that ``package.module:name`` names; ConfigError where there is none.
+    """Return the callable that ``package.module:name`` names; ConfigError if there is none.
 
-    ``what`` begins the message; ``where`` names the process whose machine needs the module.
+    ``what`` begins the message; ``where`` names the process that needs the module installed.
     """
     module, _, name = path.partition(":")
     try:
@@ -279,7 +279,7 @@ def find_factory(path: str, *, what: str, where: str) -> Callable[..., Any]:
             f"{what}: {module} cannot be imported ({error}); install it where the engine's "
             f"{where}, or correct the setting"
         ) from error
-    except Exception as error:  # its code may do anything on import
+    except Exception as error:  # importing a user's module may raise anything
         raise ConfigError(
             f"{what}: importing {module} failed: {type(error).__name__}: {error}"
         ) from error

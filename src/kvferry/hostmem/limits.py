@@ -1,8 +1,8 @@
-"""What this machine can give: memory, its container's limits, pages near the GPU.
+"""Limits of host memory: the machine's RAM, the container's limits, the GPU's NUMA node.
 
-All of it is read through :class:`Machine`, so that a test can be any machine. The kernel does not
-refuse memory that is not there: it lets a process touch it and then kills one. So the limits are
-read before, and less is taken than is left.
+Tests replace :class:`Machine`, which reads the limits. The kernel does not refuse memory that does
+not exist: it lets processes touch it and then kills one. So kvferry reads the limits first and
+takes less than is left.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from kvferry.errors import ConfigError
 from kvferry.settings.kinds import AUTO, Auto
 
 ReadText = Callable[[str], str | None]
-"""A file's text, or None where it cannot be read."""
+"""Returns a file's text, or None if it cannot be read."""
 
 AUTO_SHARE = 0.75
-"""The share of usable memory; the rest is for what the engine has yet to load."""
+"""Share of usable memory that ``host = "auto"`` takes; the engine may still need the rest."""
 
 _LEAST_MARGIN = 512 * MiB
-_MARGIN_SHARE = 20  # one part in so many of the machine or the container stays free
+_MARGIN_SHARE = 20  # a twentieth of the machine or the container stays free
 
 _NO_LIMIT = 1 << 60
-"""cgroup v1 writes "no limit" as the largest multiple of a page; no machine has this much."""
+"""Bytes from which a cgroup limit means none: cgroup v1 writes the largest multiple of a page."""
 
 _DIGITS = re.compile(r"[0-9]{1,20}")
 
@@ -41,7 +41,7 @@ def read_text(path: str) -> str | None:
 
 @dataclass(frozen=True)
 class Limit:
-    """One bound on memory: its name, total and free bytes, and the remedy that lifts it."""
+    """A limit on memory: its name, its total and free bytes, and how to raise it."""
 
     name: str
     total: int
@@ -60,18 +60,18 @@ class Limit:
 
 @dataclass(frozen=True)
 class Machine:
-    """Reads the machine's limits. Owns nothing; every answer is read anew."""
+    """Reads the machine's limits, anew at every call. Owns nothing."""
 
     read: ReadText = read_text
     env: Mapping[str, str] = field(default_factory=lambda: os.environ)
 
     def limits(self) -> list[Limit]:
-        """Every bound that can be read, the tightest first."""
+        """Return every limit that can be read, the tightest first."""
         found = [*self._ram(), *self._cgroups()]
         return sorted(found, key=lambda limit: limit.usable)
 
     def num_ranks_here(self) -> int:
-        """Processes like this one on this host, as torchrun sets it; else 1."""
+        """Return the number of ranks on this host, from torchrun's variable; 1 without it."""
         said = self.env.get("LOCAL_WORLD_SIZE", "")
         return int(said) if _DIGITS.fullmatch(said) and int(said) > 0 else 1
 
@@ -83,7 +83,7 @@ class Machine:
             yield Limit("the machine's memory", total, left, remedy)
 
     def _cgroups(self) -> Iterator[Limit]:
-        """Of version 2 and of version 1."""
+        """Yield the limits of cgroup version 2 and version 1."""
         for path in self._cgroup_paths("", "/sys/fs/cgroup"):
             for file in ("memory.max", "memory.high"):
                 yield from self._cgroup(path, file, "memory.current", "inactive_file")
@@ -106,7 +106,7 @@ class Machine:
         )
 
     def _cgroup_paths(self, controller: str, mount: str) -> Iterator[str]:
-        """Our own group and all above it: each of them may limit us."""
+        """Yield the folders of this process's cgroup and its parents: each may set a limit."""
         path = ""
         for line in (self.read("/proc/self/cgroup") or "").splitlines():
             _, controllers, where = (*line.split(":", 2), "", "")[:3]
@@ -115,7 +115,7 @@ class Machine:
                 break
         else:
             return
-        # Inside a container the path may be that of the host: then only the mount's root is there.
+        # In a container the path may be the host's: then only the root of the mount exists.
         while path:
             yield f"{mount}/{path}"
             path = path.rpartition("/")[0]
@@ -123,9 +123,9 @@ class Machine:
 
 
 def size_for(asked: int | Auto, machine: Machine, *, num_ranks: int = 1) -> int:
-    """Bytes of host memory for each of ``num_ranks`` on this host that all ask for the same.
+    """Return the bytes of host memory for each of ``num_ranks`` ranks that ask for as much.
 
-    ConfigError, with the limit and the remedy, where the machine cannot give what was asked.
+    ConfigError, with the limit and the remedy, if the machine has less than ``asked``.
     """
     limits = machine.limits()
     if asked is AUTO:
@@ -136,7 +136,7 @@ def size_for(asked: int | Auto, machine: Machine, *, num_ranks: int = 1) -> int:
             )
         return max(1, int(limits[0].usable * AUTO_SHARE) // num_ranks)
     for limit in limits:
-        # What other ranks already took is gone from what is left, so only one more must fit there.
+        # ``left`` excludes what other ranks already took, so only this rank must fit into it.
         most = min(limit.usable, (limit.total - limit.margin) // num_ranks)
         if asked > most:
             each = f" for each of {num_ranks} ranks" if num_ranks > 1 else ""
@@ -150,9 +150,9 @@ def size_for(asked: int | Auto, machine: Machine, *, num_ranks: int = 1) -> int:
 
 
 def shortage(machine: Machine, num_bytes: int) -> str:
-    """Why ``num_bytes`` more should not be touched now; empty if they may.
+    """Return why ``num_bytes`` more must not be touched now; empty if they may be.
 
-    Half the margin may be used up by then: other processes allocate too, and a granted pool should
+    Half the margin may be used: other processes allocate too, and a pool that was granted should
     not stop short of its last bytes.
     """
     for limit in machine.limits():
@@ -171,7 +171,7 @@ def _number(text: str | None) -> int | None:
 
 
 def _table(text: str | None, separator: str) -> dict[str, int]:
-    """Lines of a name and a number; those of /proc count in kB."""
+    """Parse lines of a name and a number; a number followed by "kB" is in KiB."""
     table = {}
     for line in (text or "").splitlines():
         name, _, value = line.partition(separator)
@@ -183,10 +183,10 @@ def _table(text: str | None, separator: str) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where pages should come from, in words, and the processors to touch them on.
+    """The NUMA node that pages should come from, and the processors to touch them on.
 
     A copy to or from another node's memory crosses the slow, shared link between sockets. A page
-    comes from the node of the processor that touches it first, as long as that node has some left.
+    comes from the node of the processor that touches it first, while that node has free memory.
     """
 
     words: str
@@ -195,7 +195,7 @@ class Placement:
 
 
 def find_placement(pci_bus_id: str | None, read: ReadText = read_text) -> Placement:
-    """The node of a GPU, if this machine has several nodes and says which one it is."""
+    """Return the placement near a GPU; it has no node if the machine has one or names none."""
     nodes = parse_list(read("/sys/devices/system/node/online") or "")
     if len(nodes) < 2:
         return Placement("this machine has one memory node")
@@ -211,8 +211,8 @@ def find_placement(pci_bus_id: str | None, read: ReadText = read_text) -> Placem
     return Placement(f"near GPU {pci_bus_id}, node {node} of {len(nodes)}", node, cpus)
 
 
-def run_near(placement: Placement) -> None:
-    """Keep the calling thread on the placement's processors, those of them it may use."""
+def bind_thread(placement: Placement) -> None:
+    """Bind the calling thread to the placement's processors, as far as it may use them."""
     if placement.cpus:
         allowed = placement.cpus & os.sched_getaffinity(0)
         if allowed:
@@ -220,7 +220,7 @@ def run_near(placement: Placement) -> None:
 
 
 def parse_list(text: str) -> list[int]:
-    """Numbers from the kernel's lists: "0-3,8" is 0, 1, 2, 3, 8."""
+    """Parse a list as the kernel writes it: "0-3,8" is 0, 1, 2, 3, 8."""
     numbers: list[int] = []
     for part in text.strip().split(","):
         first, _, last = part.partition("-")

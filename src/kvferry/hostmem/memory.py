@@ -1,14 +1,14 @@
-"""One rank's host memory: sized, mapped, made usable in the background, closed.
+"""One rank's host memory: its size, mapping, growth in the background and closing.
 
-Touching and pinning a pool takes from seconds to minutes. So the constructor returns when the first
-chunk is ready, and threads make the others ready in batches. Slots become usable as a prefix.
+Touching and pinning a pool takes seconds to minutes. So the constructor returns when the first
+chunk is ready, and threads make the other chunks ready in batches, in order of slot number.
 
-A batch is touched by several threads, then pinned: fresh pages arrive at 8 GB/s while no page is
+Several threads touch a batch before it is pinned: fresh pages arrive at 8 GB/s while no page is
 pinned, and at 3 GB/s beside pinning (NVIDIA H200 host, 16 vCPU, Linux 6.18).
 
-One rule paces it beside a busy model: after each piece of work that the model notices, rest ``k``
-times as long. ``k`` is 0 while the model is idle. After any fault the pool is merely smaller than
-asked: what is ready stays ready.
+Beside a busy model growth is paced: after work that slows the model, growth pauses ``k`` times as
+long as the work took. ``k`` is 0 while the model is idle. After a fault the pool stays smaller than
+asked; its ready slots stay ready.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Protocol
 from kvferry.core.lifecycle import Closing
 from kvferry.core.quantities import GiB, format_size
 from kvferry.errors import ConfigError
-from kvferry.hostmem.limits import Machine, find_placement, run_near, shortage, size_for
+from kvferry.hostmem.limits import Machine, bind_thread, find_placement, shortage, size_for
 from kvferry.hostmem.slots import (
     CHUNK_BYTES,
     Chunks,
@@ -40,38 +40,38 @@ from kvferry.settings.kinds import Auto
 log = logging.getLogger(__name__)
 
 NUM_THREADS = 16
-"""At most one per processor. Pages that a hypervisor had yet to back arrived at 8 GB/s with 16
-threads, at 6.3 GB/s with 8 (16 vCPU, Linux 6.18, 2026-11-15)."""
+"""Threads that touch pages; at most one per processor. Pages not yet backed by the hypervisor came
+at 8 GB/s with 16 threads, at 6.3 GB/s with 8 (16 vCPU, Linux 6.18, 2026-11-15)."""
 
-_PIN_REST = 9.0
-"""The factor ``k`` for pinning: one chunk at a time, then a rest of nine times its duration.
+_PIN_PAUSE_FACTOR = 9.0
+"""The factor ``k`` for pinning: one chunk at a time, then a pause of nine times its duration.
 
-The driver holds every kernel launch back while it pins, behind an unfair lock. Beside a step of one
-graph and thirty small launches, with 64 MiB at a time, a step of 1.3 ms took 430 ms without rests,
-1.04 to 1.15 times its own with ``k = 3``, and its own with ``k = 9``, which still pins 2.5 GB/s.
-(One NVIDIA H200, driver 580, 2026-11.)
+While the driver pins, kernel launches wait behind an unfair lock. With 64 MiB at a time, a step of
+1.3 ms (one graph and thirty small launches) took 430 ms without pauses. It took 1.04 to 1.15 times
+as long with ``k = 3``, and no longer with ``k = 9``, which still pins 2.5 GB/s. (One NVIDIA H200,
+driver 580, 2026-11.)
 """
 
-_AHEAD_BYTES = 4 * GiB
-"""Beside a busy model growth stops this far ahead of what was ever written: memory that is not
-needed yet can wait for an idle engine."""
+_MOST_UNUSED_BYTES = 4 * GiB
+"""Bytes of unused ready memory at which growth stops beside a busy model: growing further can wait
+for an idle engine."""
 
-_TOUCH_REST = 0.5
-"""The factor ``k`` for touching pages without a GPU: the model needs the processors itself."""
+_TOUCH_PAUSE_FACTOR = 0.5
+"""The factor ``k`` for touching pages without a GPU, where the model needs the processors."""
 
 _BUSY_BATCH = 4
-"""Chunks touched together beside a model on a GPU. Touching costs the model nothing."""
+"""Chunks touched per batch beside a model on a GPU. Touching does not slow the model."""
 
-_LOOK_AGAIN_SECONDS = 0.005
-_FAR_AHEAD_SECONDS = 0.05  # rarely: such a rest may last for hours, on the engine's interpreter
+_POLL_SECONDS = 0.005
+_SLOW_POLL_SECONDS = 0.05  # polls rarely, as such a pause may last hours and takes the GIL
 _CLOSE_SECONDS = 30.0
 
 
 class Registrar(Protocol):
-    """Makes host memory known to a driver; called from several threads at once."""
+    """Registers host memory with a GPU driver; called from several threads at once."""
 
     def register_host(self, address: int, num_bytes: int) -> None:
-        """Pin memory that is mapped and populated; raises what the driver says."""
+        """Pin memory that is mapped and populated; raises the driver's error."""
 
     def unregister_host(self, address: int) -> None:
         """Undo one ``register_host``, while the memory is still mapped."""
@@ -81,7 +81,7 @@ class Registrar(Protocol):
 class GrowthStats:
     """A snapshot of one rank's host memory.
 
-    ``reason`` says why the growth stopped or why the memory is not pinned.
+    ``reason`` says why growth stopped or why the memory is not pinned.
     """
 
     asked_bytes: int
@@ -115,11 +115,10 @@ class GrowthStats:
 
 
 class HostMemory(Closing):
-    """A rank's slots and the threads that make them usable; owns their registrations.
+    """Owns a rank's host slots, their registrations, and the threads that make them ready.
 
-    The slots from 0 to ``ready_slots`` can be used; either all of them are pinned or none is.
-    Do not touch the others. Open the pool with ``num_ready=0`` and call the scheduler's
-    ``note_ready`` at every step.
+    Only the first ``ready_slots`` slots may be used; either all of them are pinned or none is. Open
+    the pool with ``num_ready=0`` and call the scheduler's ``note_ready`` at every step.
     """
 
     def __init__(
@@ -138,13 +137,13 @@ class HostMemory(Closing):
         chunk_bytes: int = CHUNK_BYTES,
         num_threads: int = NUM_THREADS,
     ) -> None:
-        """``asked`` bytes, for each of ``num_ranks`` on this host that ask for the same.
+        """Take ``asked`` bytes on a host where ``num_ranks`` ranks ask for as much.
 
         Returns when the first chunk is ready. ``registrar`` pins with the GPU's driver (None: not
-        pinned), as ``pin`` says (``Config.host_pin``). ``pci_bus_id`` names the GPU to be near to.
-        ``busy`` says whether the model runs now, ``wanted`` how many slots were ever written (both
-        called from any thread). ``shared`` memory counts once, not once per rank. ConfigError, with
-        the limit and the remedy, where the machine cannot give this much.
+        pinned); ``pin`` is ``Config.host_pin``. Pages come from the NUMA node of ``pci_bus_id``.
+        ``busy`` returns whether the model runs now, ``wanted`` how many slots were ever written;
+        both are called from any thread. ``shared`` memory counts once, not once per rank.
+        ConfigError, with the limit and the remedy, if the machine has too little memory.
         """
         machine = machine if machine is not None else Machine()
         if shared is None:
@@ -174,16 +173,16 @@ class HostMemory(Closing):
         self._busy = busy
         self._wanted = wanted
         self._placement = find_placement(pci_bus_id, machine.read)
-        # Pages that another rank has made take no room.
+        # Only the creator of shared memory allocates its pages, so only it checks the limits.
         self._machine = machine if shared is None or shared.is_creator else None
         self._num_threads = max(1, min(num_threads, os.cpu_count() or 1))
         self._stop = threading.Event()
         self._finished = threading.Event()
-        self._num_ready = 0  # chunks, from the first on
+        self._num_ready = 0  # ready chunks, from the first on
         self._registered: set[int] = set()  # by address
         self._reason = ""
         self._seconds = 0.0
-        self._rest_until = 0.0
+        self._pause_until = 0.0
         self._began = time.monotonic()
         self._make_first_ready(pin)
         threading.Thread(target=self._grow, name="kvferry-grow-0", daemon=True).start()
@@ -194,20 +193,20 @@ class HostMemory(Closing):
 
     @property
     def ready_slots(self) -> int:
-        """How many slots, from slot 0 on, can be used. Never shrinks until ``close``."""
+        """Number of usable slots, from slot 0 on. Never shrinks before ``close``."""
         return self._chunks[self._num_ready - 1].slots_after if self._num_ready else 0
 
     @property
     def is_pinned(self) -> bool:
-        """Whether a GPU's kernels may access the slots; else only copies by the driver may.
+        """Whether a GPU's kernels may access the slots, not only copies by the driver.
 
-        Known from the start, never changes.
+        Never changes after the constructor.
         """
         return self._registrar is not None
 
     @property
     def chunk_bytes(self) -> int:
-        """Distance between registrations: one copy must not cross from one to the next."""
+        """Bytes of one registration with the driver; one copy must not cross its end."""
         return self._chunks.chunk_bytes
 
     def stats(self) -> GrowthStats:
@@ -224,20 +223,20 @@ class HostMemory(Closing):
         )
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until growth has ended; False if ``timeout`` seconds passed before."""
+        """Wait until growth has ended; False if ``timeout`` seconds passed first."""
         return self._finished.wait(timeout)
 
     def close(self) -> None:
-        """Stop growing, unregister, unmap. Nothing may be copying. Safe to call twice.
+        """Stop growth, unregister, unmap. No copy may be in flight. Safe to call twice.
 
-        Waits for the chunks in hand. If the driver never returns from a call, the memory stays
-        mapped: taking it away under the driver would crash the process.
+        Waits for the chunks that threads are working on. If the driver never returns from a call,
+        the memory stays mapped: unmapping it under the driver would crash the process.
         """
         self._stop.set()
         if self._finished.wait(_CLOSE_SECONDS):
             self._num_ready = 0
             self._unregister(list(self._registered))
-            self._bytes = self._bytes[:0].copy()  # ours was the last hold on the mapping
+            self._bytes = self._bytes[:0].copy()  # drops this object's reference to the mapping
         else:
             log.error("a thread is stuck while it pins host memory; the memory is left to it")
         self.tier.close()
@@ -254,9 +253,9 @@ class HostMemory(Closing):
     # -- growing --------------------------------------------------------------------------------
 
     def _make_first_ready(self, pin: str) -> None:
-        """Chunk 0, alone: it decides whether the pool is pinned."""
+        """Make chunk 0 ready and decide whether the pool is pinned."""
         try:
-            self._require_room([0])
+            self._require_memory([0])
             self._populate(0)
         except (OSError, MemoryError) as error:
             raise ConfigError(f"host: not even the first chunk could be had: {error}") from error
@@ -276,67 +275,67 @@ class HostMemory(Closing):
         try:
             while not self._stop.is_set() and self._num_ready < len(self._chunks):
                 batch = self._next_batch()
-                self._require_room(batch)
+                self._require_memory(batch)
                 if self._registrar is not None:
-                    # Before the driver does: it would fault pages in one by one, under a lock.
-                    self._on_threads(self._populate, batch)
+                    # Before pinning: the driver would fault pages in one by one, under a lock.
+                    self._in_parallel(self._populate, batch)
                     self._pin(batch)
                 else:
-                    self._rest()
-                    self._work(self._populate, batch, _TOUCH_REST)
-        except Exception as error:  # the pool stays smaller; a dead thread would not say so
+                    self._wait_to_grow()
+                    self._do_paced(self._populate, batch, _TOUCH_PAUSE_FACTOR)
+        except Exception as error:  # the pool stays smaller; stats must give the reason
             kind = "" if isinstance(error, MemoryError) else f"{type(error).__name__}: "
             where = f"chunk {self._num_ready} of {len(self._chunks)}"
             self._reason = "; ".join(filter(None, (self._reason, f"{where}: {kind}{error}")))
         self._end()
 
     def _next_batch(self) -> Sequence[int]:
-        """The chunks to touch together: few beside a busy model, so that it yields soon."""
+        """Return the chunks to touch together: few beside a busy model, so that growth yields."""
         count = self._num_threads
         if self._busy():
             count = min(count, _BUSY_BATCH) if self._registrar is not None else 1
         return range(self._num_ready, min(self._num_ready + count, len(self._chunks)))
 
     def _pin(self, batch: Sequence[int]) -> None:
-        """All at once while the model is idle, else one chunk at a time with rests between."""
+        """Pin a batch: all at once while the model is idle, else chunk by chunk with pauses."""
         while batch and not self._stop.is_set():
-            self._rest()
+            self._wait_to_grow()
             count = 1 if self._busy() else len(batch)
-            self._work(self._register, batch[:count], _PIN_REST)
+            self._do_paced(self._register, batch[:count], _PIN_PAUSE_FACTOR)
             batch = batch[count:]
 
-    def _work(self, work: Callable[[int], None], batch: Sequence[int], factor: float) -> None:
-        """Do what the model notices; the next rest is ``factor`` times as long as it takes."""
+    def _do_paced(self, work: Callable[[int], None], batch: Sequence[int], factor: float) -> None:
+        """Do work that slows the model; the next pause takes ``factor`` times as long."""
         began = time.monotonic()
-        self._on_threads(work, batch)
+        self._in_parallel(work, batch)
         now = time.monotonic()
-        self._rest_until = now + factor * (now - began)
-        if not self._stop.is_set():  # else some were left out
+        self._pause_until = now + factor * (now - began)
+        if not self._stop.is_set():  # else some chunks were skipped
             self._num_ready += len(batch)
 
-    def _rest(self) -> None:
-        """Return when the rest is over and more memory is needed, or the model is idle."""
+    def _wait_to_grow(self) -> None:
+        """Wait until the pause is over and more memory is needed, or the model is idle."""
         while self._busy() and not self._stop.is_set():
-            left = self._rest_until - time.monotonic()
+            left = self._pause_until - time.monotonic()
             if left > 0:
-                self._stop.wait(min(left, _LOOK_AGAIN_SECONDS))
+                self._stop.wait(min(left, _POLL_SECONDS))
             elif (
                 self._wanted is not None
                 and self._registrar is not None
-                and (self.ready_slots - self._wanted()) * self._chunks.pitch >= _AHEAD_BYTES
+                and (self.ready_slots - self._wanted()) * self._chunks.pitch >= _MOST_UNUSED_BYTES
             ):
-                self._stop.wait(_FAR_AHEAD_SECONDS)
+                self._stop.wait(_SLOW_POLL_SECONDS)
             else:
                 break
 
-    def _on_threads(self, work: Callable[[int], None], items: Sequence[int]) -> None:
-        """Do ``work`` for all items, this thread and helpers together; raises the first fault."""
+    def _in_parallel(self, work: Callable[[int], None], items: Sequence[int]) -> None:
+        """Do ``work`` for all items on this thread and helper threads; raises the first fault."""
         left = deque(items)
         faults: list[Exception] = []
 
         def share() -> None:
-            run_near(self._placement)
-            with suppress(IndexError):  # nothing is left
+            bind_thread(self._placement)
+            with suppress(IndexError):  # no item is left
                 while not faults:
                     item = left.popleft()
                     try:
@@ -348,7 +347,7 @@ class HostMemory(Closing):
             threading.Thread(target=share, name=f"kvferry-grow-{number}", daemon=True)
             for number in range(1, min(len(items), self._num_threads))
         ]
-        with suppress(RuntimeError):  # a process that may have fewer threads is slower
+        with suppress(RuntimeError):  # no more threads may start: the others take longer
             for helper in helpers:
                 helper.start()
         share()
@@ -358,8 +357,8 @@ class HostMemory(Closing):
         if faults:
             raise faults[0]
 
-    def _require_room(self, batch: Sequence[int]) -> None:
-        """Stop before the kernel has to kill a process for memory."""
+    def _require_memory(self, batch: Sequence[int]) -> None:
+        """Raise MemoryError before the kernel would have to kill a process for memory."""
         if self._machine is not None:
             needed = sum(self._chunks[index].num_bytes for index in batch)
             if short := shortage(self._machine, needed):
@@ -381,7 +380,7 @@ class HostMemory(Closing):
     # -- the end --------------------------------------------------------------------------------
 
     def _end(self) -> None:
-        """Unregister what lies behind a chunk that failed, and report."""
+        """Unregister the chunks after one that failed, and log how growth ended."""
         end = int(self._bytes.ctypes.data) + self._ready_bytes
         self._unregister([address for address in self._registered if address >= end])
         self._seconds = time.monotonic() - self._began
@@ -397,6 +396,6 @@ class HostMemory(Closing):
             assert self._registrar is not None, "what is registered was registered by one"
             try:
                 self._registrar.unregister_host(address)
-            except Exception as error:  # the others must still be given back
+            except Exception as error:  # the other chunks must still be unregistered
                 log.warning("host memory stays registered: %s", error)
             self._registered.discard(address)

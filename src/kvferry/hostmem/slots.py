@@ -1,4 +1,4 @@
-"""Host memory: pages from the kernel, in one run of bytes, a slot per block; shared by ranks."""
+"""The slots of host memory: their mapping, their layout in chunks, and sharing between ranks."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ _libc.madvise.restype = ctypes.c_int
 
 
 class PrivateMemory:
-    """Anonymous memory of this process alone, in huge pages where the machine allows them.
+    """Anonymous memory of this process alone, in huge pages if the machine allows them.
 
-    A crash leaves nothing behind. A forked child does not inherit it: the fork would have to copy
-    all pages of a pinned pool.
+    A crash leaves nothing behind. A forked child does not inherit the memory: the fork would have
+    to copy all pages of a pinned pool.
     """
 
     def __init__(self, num_bytes: int) -> None:
-        # Room to begin on a huge page: kernels before 6.7 do not align by themselves.
+        # One huge page more, to align the start: kernels before 6.7 do not.
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         mapping = map_memory(-1, num_bytes + HUGE_PAGE, flags)
         whole = np.frombuffer(mapping, dtype=np.uint8)
@@ -51,13 +51,13 @@ class PrivateMemory:
 
 
 def ask_huge(memory: Bytes) -> None:
-    """Ask for huge pages, and for core dumps without this memory."""
+    """Ask the kernel for huge pages, and to leave this memory out of core dumps."""
     advise(memory, _MADV_HUGEPAGE)
     advise(memory, _MADV_DONTDUMP)
 
 
 def map_memory(fd: int, num_bytes: int, flags: int) -> mmap.mmap:
-    """As ``mmap.mmap``; a refusal says what was asked and what to do."""
+    """Call ``mmap.mmap``; ConfigError, with the size and the remedy, if the kernel refuses."""
     try:
         return mmap.mmap(fd, num_bytes, flags=flags)
     except (OSError, OverflowError, ValueError) as error:
@@ -68,17 +68,17 @@ def map_memory(fd: int, num_bytes: int, flags: int) -> mmap.mmap:
 
 
 def advise(memory: Bytes, advice: int) -> bool:
-    """Whether the kernel took the advice; it may be older than the advice, and need not."""
+    """Call madvise; return whether the kernel accepted. Older kernels do not know every advice."""
     return _libc.madvise(memory.ctypes.data, memory.nbytes, advice) == 0
 
 
 def populate(memory: Bytes) -> None:
-    """Back every page of ``memory`` now; it must not be in use yet.
+    """Back every page of ``memory`` now. It must not be in use: old kernels need a write of zeros.
 
-    OSError where the machine has no memory left.
+    OSError if the machine has no memory left.
     """
-    # A call for each huge page: several threads that each ask for 64 MiB at once get 5.5 GB/s of
-    # memory that a hypervisor has yet to back, with 2 MiB at a time 8. (16 vCPU, Linux 6.18.)
+    # One call per huge page: where a hypervisor had yet to back the memory, several threads got
+    # 5.5 GB/s with calls of 64 MiB, and 8 GB/s with calls of 2 MiB. (16 vCPU, Linux 6.18.)
     for start in range(0, memory.nbytes, HUGE_PAGE):
         _populate_page(memory[start : start + HUGE_PAGE])
 
@@ -94,12 +94,12 @@ def _populate_page(memory: Bytes) -> None:
 
 
 CHUNK_BYTES = 64 << 20
-"""16 GiB were ready in 0.6 s with 8 threads; 1 GiB chunks took 2 s (H200 host, driver 580)."""
+"""8 threads made 16 GiB ready in 0.6 s, with 1 GiB chunks in 2 s (H200 host, driver 580)."""
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """A run of memory from ``start`` on; ``slots_after`` slots are ready when it is."""
+    """Bytes mapped and pinned at once; ``slots_after`` is the number of slots up to its end."""
 
     start: int
     num_bytes: int
@@ -108,7 +108,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Chunks:
-    """Slots of ``slot_bytes``, one every ``pitch`` bytes, ``slots_per_chunk`` in every chunk."""
+    """The layout of slots in chunks: one slot of ``slot_bytes`` every ``pitch`` bytes."""
 
     num_slots: int
     slot_bytes: int
@@ -117,7 +117,7 @@ class Chunks:
 
     @classmethod
     def lay_out(cls, num_slots: int, slot_bytes: int, chunk_bytes: int = CHUNK_BYTES) -> Chunks:
-        """Chunks of at most ``chunk_bytes``, or of one slot where that is larger."""
+        """Return chunks of at most ``chunk_bytes``, or of one slot and whole pages if larger."""
         pitch = _pitch(slot_bytes, chunk_bytes)
         unit = math.lcm(pitch, mmap.PAGESIZE)
         size = unit * max(1, chunk_bytes // unit)
@@ -125,12 +125,12 @@ class Chunks:
 
     @property
     def chunk_bytes(self) -> int:
-        """Bytes from one chunk's start to the next one's."""
+        """Bytes from one chunk's start to the next chunk's."""
         return self.slots_per_chunk * self.pitch
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all chunks: whole pages."""
+        """Bytes of all chunks, in whole pages."""
         return _round_up(self.num_slots * self.pitch, mmap.PAGESIZE)
 
     def __len__(self) -> int:
@@ -145,7 +145,7 @@ class Chunks:
 
 
 def _pitch(slot_bytes: int, chunk_bytes: int) -> int:
-    """The least distance between slots that lets a chunk end with a slot and a page."""
+    """Return the smallest distance of slots at which chunks can end with a slot and a page."""
     step = 1
     while step < mmap.PAGESIZE:
         pitch = _round_up(slot_bytes, step)
@@ -160,15 +160,15 @@ def _round_up(value: int, step: int) -> int:
 
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-"""Without the seals a process that opens the file can truncate it: a SIGBUS in every rank."""
+"""File seals. Without them any process could truncate the file: a SIGBUS in every rank."""
 
 
 @dataclass(frozen=True)
 class SlotLayout:
-    """The layout of slots in a host memory; all ranks that share one must agree.
+    """The layout of slots in host memory; ranks that share the memory must have equal ones.
 
-    ``block_bytes`` of each group, the ``pitch`` from slot to slot, the order of the bytes within a
-    block (``formats``, one for each group, as ``GroupLayout.format``).
+    ``block_bytes`` are by group; ``pitch`` is the distance of slots in bytes. ``formats`` are the
+    ``GroupLayout.format`` of each group: the order of the bytes within a block.
     """
 
     block_bytes: tuple[int, ...]
@@ -198,7 +198,7 @@ class SlotLayout:
 
 @dataclass(frozen=True)
 class SharedHandle:
-    """Where another process of this host finds the memory, as plain data."""
+    """Plain data by which another process of this host opens the shared memory."""
 
     pid: int
     fd: int
@@ -209,11 +209,11 @@ class SharedHandle:
 
 
 class SharedMemory:
-    """Memory that several processes of one host map. Lives as long as any of them.
+    """Host memory that several processes of one host map; it lives as long as any of them.
 
-    A memfd has no name, so nothing is left when its last process ends. The first rank makes it and
-    sends :class:`SharedHandle` to the others over any channel. It is slower to pin than private
-    memory, unless ``/sys/kernel/mm/transparent_hugepage/shmem_enabled`` is set to ``advise``.
+    It is a memfd, which has no name, so nothing is left when the last process ends. The first rank
+    creates it and sends a :class:`SharedHandle` to the others. Pinning it is slower than private
+    memory, unless ``/sys/kernel/mm/transparent_hugepage/shmem_enabled`` is ``advise``.
     """
 
     def __init__(self, fd: int, num_bytes: int, slots: SlotLayout, *, is_creator: bool) -> None:
@@ -221,7 +221,7 @@ class SharedMemory:
         self.is_creator = is_creator
         self.slots = slots
         self.fd: int | None = fd
-        """Its file, for a child process; None once it is closed."""
+        """File descriptor of the memfd, for a child process; None once it is closed."""
         try:
             mapping = map_memory(fd, num_bytes, mmap.MAP_SHARED)
         except BaseException:
@@ -232,7 +232,7 @@ class SharedMemory:
 
     @classmethod
     def create(cls, asked: int | Auto, slots: SlotLayout) -> SharedMemory:
-        """New memory; hand :attr:`handle` to the other ranks while this object is open."""
+        """Create the memory; send :attr:`handle` to the other ranks while this object is open."""
         num_bytes = size_for(asked, Machine())
         fd = os.memfd_create("kvferry", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
@@ -247,9 +247,9 @@ class SharedMemory:
 
     @classmethod
     def open(cls, handle: SharedHandle, slots: SlotLayout) -> SharedMemory:
-        """The memory that another process of this host and user has made.
+        """Open the memory that another process of this host and user has created.
 
-        ``slots`` is the layout of this rank's blocks; ConfigError, with both, where it differs.
+        ``slots`` is the layout of this rank's blocks; ConfigError if the creator's differs.
         """
         if handle.slots != slots:
             raise ConfigError(
@@ -266,7 +266,7 @@ class SharedMemory:
                 "that made it must still run"
             ) from error
         found = os.fstat(fd)
-        # The process may have ended, and its number or that of its file be used again.
+        # The process may have ended, and its pid or file descriptor be used again.
         same = (found.st_dev, found.st_ino, found.st_size) == (
             handle.device,
             handle.inode,
@@ -286,17 +286,17 @@ class SharedMemory:
         return SharedHandle(os.getpid(), self.fd, found.st_dev, found.st_ino, size, self.slots)
 
     def close(self) -> None:
-        """Let no more ranks join; existing mappings stay. Safe to call twice."""
+        """Close the memfd: no more ranks can open it; mappings stay. Safe to call twice."""
         if self.fd is not None:
             os.close(self.fd)
             self.fd = None
 
 
 class HostTier:
-    """Slots in one run of memory, private by default, so that a crash leaves nothing behind.
+    """The slots of host memory, contiguous in one mapping, which it owns.
 
-    Owns the mapping; its pages come as they are touched, or when a ``HostMemory`` makes them ready.
-    Copy engines and tiers take ``rows`` or ``address`` and need no other copy.
+    The kernel backs pages when they are touched, or when a ``HostMemory`` makes them ready. Copy
+    engines and tiers read and write the slots in place, by ``rows`` or ``address``.
     """
 
     def __init__(
@@ -307,7 +307,7 @@ class HostTier:
         chunks: Chunks | None = None,
         memory: PrivateMemory | SharedMemory | None = None,
     ) -> None:
-        """``memory`` (default: private) holds the slots as ``chunks`` lays them out."""
+        """Map the slots into ``memory`` (default: private), in the layout ``chunks``."""
         self.num_slots = num_slots
         self.slot_bytes = slot_bytes
         self.chunks = chunks if chunks is not None else Chunks.lay_out(num_slots, slot_bytes)
@@ -320,21 +320,21 @@ class HostTier:
 
     @property
     def pitch(self) -> int:
-        """Bytes from one slot's beginning to the next one's."""
+        """Bytes from one slot's start to the next slot's."""
         return self.chunks.pitch
 
     @property
     def rows(self) -> Bytes:
-        """All slots, one row each; writing to a row writes the slot."""
+        """All slots, one row of bytes per slot; writing to a row writes the slot."""
         if self._rows is None:
             raise ClosedError("the host memory is closed")
         return self._rows
 
     @property
     def address(self) -> int:
-        """Where slot 0 begins; slot ``i`` begins ``i * pitch`` later."""
+        """Address of slot 0; slot ``i`` begins ``i * pitch`` bytes later."""
         return int(self.rows.ctypes.data)
 
     def close(self) -> None:
-        # The mapping goes when the last array over it does: an engine may still hold one.
+        # The mapping ends with the last array over it; an engine may still hold one.
         self._rows = None

@@ -1,4 +1,4 @@
-"""The scheduler half: owns requests, transfers, promotion and writeback; plans go out, receipts in.
+"""The scheduler half: owns requests, transfers, promotion and writeback; plans out, receipts in.
 
-It decides which blocks move and never touches a byte; which block lies where is the pools' to know.
+It decides which blocks move and never touches their bytes. The pools know which slot has a block.
 """

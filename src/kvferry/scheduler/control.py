@@ -1,11 +1,11 @@
 """Actions on blocks by their keys: look up, pin, unpin, prefetch, drop, hint.
 
-Each works on a request's keys, from the first on. Pins are bounded on every tier and forgotten with
-a reset or a restart. Requests that wait in an engine's queue are prefetched here as well::
+Each action takes the keys of a request, from its first block on. Pins are bounded on every tier; a
+reset or a restart removes them. Requests in the engine's waiting queue are prefetched here, too::
 
-    request comes ──> waits in the engine's queue ──> its turn: match finds its blocks in the host
-       prefetch         within a share of the host
-                        └── not matched in time, or ended: its blocks are evicted first
+    request arrives ──> waits in the engine's queue ──> match finds its blocks in host memory
+       prefetch           within a share of host memory
+                          └── not matched in time, or ended: its blocks are evicted first
 """
 
 from __future__ import annotations
@@ -31,29 +31,29 @@ from kvferry.scheduler.tiering import LowerTiers
 from kvferry.types import RequestId
 
 MOST_PREFETCHES = 64
-"""So many prefetches by keys may be under way."""
+"""Prefetches by keys that may be under way at once."""
 
 QUEUE_SHARE = 8
-"""Prefetches for queued requests may take one host slot in so many: they must not flush it."""
+"""Prefetches for queued requests may take 1/8 of the host slots: more would evict too much."""
 
 QUEUE_SECONDS = 30.0
-"""Blocks prefetched for a queued request are evicted first, if it is not matched by then."""
+"""Seconds after which blocks prefetched for a queued request are evicted first, unless matched."""
 
 _MOST_QUEUED = 256
 _LOWEST = 0
 _MOST_REMEMBERED = 1024
 _MOST_KEYS = 1 << 20
-"""Keys of all remembered requests together: 32 MiB."""
+"""Keys remembered of all ended requests together: 32 MiB."""
 
 
 @dataclass(frozen=True)
 class Acted:
-    """What an action found and did. Blocks are counted over all groups of layers.
+    """The result of one action. Blocks are counted over all groups of layers.
 
-    ``tokens`` were named, of which ``host_tokens`` could be loaded now and ``lower_tokens`` more
-    after a promotion. Some tier would have to be asked for ``unknown_blocks``. ``blocks`` were
-    pinned, unpinned or dropped. For a prefetch ``is_under_way`` says that more is coming.
-    ``held_blocks`` are pinned now. ``refused`` says what was not done, and why.
+    ``tokens`` are those of the given keys. ``host_tokens`` of them could be loaded now, and
+    ``lower_tokens`` more after a promotion. For ``unknown_blocks`` a tier must be asked first.
+    ``blocks`` were pinned, unpinned or dropped by the action; ``held_blocks`` are pinned now.
+    ``is_under_way``: the prefetch continues. ``refused`` says what was not done, and why.
     """
 
     tokens: int
@@ -68,12 +68,12 @@ class Acted:
 
 @dataclass(eq=False)
 class Prefetch:
-    """Blocks that are brought to the host for later. Owns what it waits for.
+    """One prefetch: blocks promoted to host memory ahead of a match. Owns its pending transfers.
 
-    They come piece by piece, within the bound on promotions. They are pinned for ``pin_seconds``
-    once they have come, or wait until a queued ``request`` is matched. ``num_slots`` were claimed
-    for it so far. At ``until`` blocks of a queued request are given up; None while some are still
-    to come. ``refused`` says why some are not pinned, once all have come.
+    Pieces are promoted one by one, within the bound on promotions. When all are in the host, the
+    blocks are pinned for ``pin_seconds``, or kept until the queued ``request`` is matched.
+    ``num_slots`` host slots were claimed so far. Blocks of a queued request are given up at time
+    ``until``, which is None while promotions continue. ``refused`` says why blocks are not pinned.
     """
 
     id: RequestId
@@ -89,7 +89,7 @@ class Prefetch:
 
 
 class Control:
-    """Does all that. Owns the prefetches, and the keys of the latest requests where told to."""
+    """Carries out actions on blocks. Owns the prefetches and the remembered keys of requests."""
 
     def __init__(
         self,
@@ -108,8 +108,8 @@ class Control:
         self._live = live
         self._clock = clock
         self._most_slots = pool.num_slots // QUEUE_SHARE
-        self._queued: dict[Any, None] = {}  # requests without a prefetch yet, oldest first
-        self._prefetches: dict[Any, Prefetch] = {}  # by request, or by its own name
+        self._queued: dict[Any, None] = {}  # queued requests without a prefetch, oldest first
+        self._prefetches: dict[Any, Prefetch] = {}  # by queued request, or by the prefetch's id
         self._num_prefetches = 0
         self._remembered: OrderedDict[RequestId, Keys] = OrderedDict()
         self._num_keys = 0
@@ -117,12 +117,12 @@ class Control:
     # -- actions --------------------------------------------------------------------------------
 
     def lookup(self, keys: Keys) -> Acted:
-        """What of these keys is where. Changes nothing, and asks no tier."""
+        """Count the blocks of these keys in the host and on lower tiers; ask no tier."""
         self._require_chain(keys)
         return self._done(keys)
 
     def hint(self, keys: Keys, hints: Hints) -> Acted:
-        """Apply hints to these blocks, after their request or without one."""
+        """Apply hints to these blocks, after their request has ended or without a request."""
         self._require_chain(keys)
         if not hints.shapes_what_stays:
             raise InputError(
@@ -138,9 +138,9 @@ class Control:
         return self._done(keys, refused=[*refused, *told])
 
     def pin(self, keys: Keys, seconds: float | None = None) -> Acted:
-        """Pin these blocks, each on the highest tier that may hold it; None: until unpinned.
+        """Pin these blocks for ``seconds`` (None: until unpinned), on the highest tier that can.
 
-        ``blocks`` counts those that are pinned on some tier.
+        ``blocks`` counts the blocks that are pinned on some tier.
         """
         self._require_chain(keys)
         held, refused = 0, list[str]()
@@ -151,7 +151,7 @@ class Control:
         return self._done(keys, blocks=held, refused=refused)
 
     def unpin(self, keys: Keys) -> Acted:
-        """Unpin these blocks, except blocks that other pinned blocks follow."""
+        """Unpin these blocks, except those that other pinned blocks follow."""
         self._require_chain(keys)
         count = 0
         for where in self._placements(keys):
@@ -160,7 +160,7 @@ class Control:
         return self._done(keys, blocks=count)
 
     def prefetch(self, keys: Keys, pin_seconds: float | None = None) -> Acted:
-        """Bring these blocks up to the host, and pin them so long once they have come."""
+        """Promote these blocks to host memory, then pin them for ``pin_seconds``."""
         self._require_chain(keys)
         if sum([each.request is None for each in self._prefetches.values()]) >= MOST_PREFETCHES:
             words = f"{MOST_PREFETCHES} prefetches are under way already; try again later"
@@ -174,7 +174,7 @@ class Control:
         return self._done(keys, is_under_way=name in self._prefetches, refused=refused)
 
     def drop(self, keys: Keys) -> Acted:
-        """Forget these blocks on every tier, except blocks that others follow."""
+        """Remove these blocks from every tier, except those that other requests' blocks follow."""
         self._require_chain(keys)
         count, refused = 0, []
         for where in self._placements(keys):
@@ -198,28 +198,28 @@ class Control:
 
     @property
     def prefetches(self) -> Collection[Prefetch]:
-        """Those under way."""
+        """The prefetches under way."""
         return self._prefetches.values()
 
     @property
     def has_prefetches(self) -> bool:
-        """Whether there is something to :meth:`advance` with every plan."""
+        """Whether :meth:`advance` must be called before every plan."""
         return bool(self._prefetches or self._queued)
 
     def prefetch_queued(self, request: Any) -> None:
-        """This request will be matched soon; requests beyond a bound are ignored."""
+        """Prefetch for a request in the engine's queue; ignored if 256 requests wait for that."""
         is_known = request.was_asked or request in self._prefetches
         if self._lower.tiers and not is_known and len(self._queued) < _MOST_QUEUED:
             self._queued[request] = None
 
     @property
     def num_queued_slots(self) -> int:
-        """Host slots with blocks for queued requests, of those that have come or are coming."""
+        """Host slots claimed by prefetches for queued requests."""
         prefetches = self._prefetches.values()
         return sum([each.num_slots for each in prefetches if each.request is not None])
 
     def advance(self) -> None:
-        """Order what comes next of every prefetch. Pin, or give up, what has come."""
+        """Order the next promotions of every prefetch. Pin, or give up, completed prefetches."""
         now = self._clock()
         for name, prefetch in tuple(self._prefetches.items()):
             if prefetch.request is not None:
@@ -243,7 +243,7 @@ class Control:
 
     def _advance_queued(self, prefetch: Prefetch, now: float) -> None:
         request, until = prefetch.request, prefetch.until
-        if request.was_asked:  # it is matched: what is coming it waits for itself
+        if request.was_asked:  # matched: the request itself waits for the promotions now
             self._end(prefetch)
         elif request not in self._live or (until is not None and until <= now):
             self._end(prefetch)
@@ -252,13 +252,13 @@ class Control:
             prefetch.until = now + QUEUE_SECONDS
 
     def _order(self, prefetch: Prefetch, most_slots: int | None) -> bool:
-        """Order the next of it, in so many slots at most; False once there is no more to order."""
+        """Order the next promotions, into at most ``most_slots`` slots; False if none remain."""
         promotion = prefetch.promotion
         if promotion.waits:
             return True
         num_tokens = len(prefetch.keys) * self._matcher.hash_tokens
         found = self._matcher.lookup(prefetch.keys, 0, num_tokens)
-        if found.host_tokens > prefetch.reached:  # what came may let more come
+        if found.host_tokens > prefetch.reached:  # progress: another promotion may be possible
             prefetch.reached = found.host_tokens
             promotion.renew()
         num_claimed = self._pool.num_reserved
@@ -274,23 +274,23 @@ class Control:
         self._promoter.stop_waiting(prefetch)
 
     def _pin(self, prefetch: Prefetch, seconds: float) -> None:
-        """All blocks have come that will. The caller may be gone: the journal says what failed."""
+        """Pin the promoted blocks. The caller may be gone, so the journal gets the refusals."""
         prefetch.refused = self.pin(prefetch.keys, seconds).refused
         if prefetch.refused:
             detail = Hinted(Hints(pin_seconds=seconds), list(prefetch.refused))
             self._pool.log.append(EventKind.RESULT, request=prefetch.id, detail=detail)
 
     def _evict_first(self, prefetch: Prefetch) -> None:
-        """No request came for these blocks: evict them before others."""
+        """Let the blocks of this prefetch be evicted before others: no request matched them."""
         for g, group in enumerate(self._matcher.groups):
             if isinstance(group, reach.FullAttention):
                 slots = self._pool.lookup(self._matcher.names[g].all(prefetch.keys))
-                came = slots[-prefetch.num_slots :]
+                came = slots[max(0, len(slots) - prefetch.num_slots) :]
                 if len(came):
                     self._pool.eviction.evict_first(came, _LOWEST)
 
     def reset(self) -> None:
-        """Forget the prefetches; the pools forget their pins themselves."""
+        """Drop all prefetches; the pools remove their pins themselves."""
         for prefetch in self._prefetches.values():
             self._promoter.stop_waiting(prefetch)
         self._prefetches.clear()
@@ -299,7 +299,7 @@ class Control:
     # -- requests by name -----------------------------------------------------------------------
 
     def remember(self, request_id: RequestId, keys: Keys) -> None:
-        """Let a request be named after it has ended."""
+        """Keep the keys of a request, so that actions can name it after it has ended."""
         self._num_keys -= len(self._remembered.pop(request_id, ()))
         self._remembered[request_id] = keys
         self._num_keys += len(keys)
@@ -307,11 +307,11 @@ class Control:
             self._num_keys -= len(self._remembered.popitem(last=False)[1])
 
     def request_ids(self) -> tuple[RequestId, ...]:
-        """The requests that can be named, the latest last."""
+        """Return the requests that :meth:`keys_of` knows: remembered ones, then live ones."""
         return (*self._remembered, *(request.id for request in self._live))
 
     def keys_of(self, request_id: RequestId) -> Keys | None:
-        """The keys of a request that lives or is remembered."""
+        """Return the keys of a live or remembered request; None for others."""
         for request in reversed(tuple(self._live)):
             if request.id == request_id:
                 keys: Keys = request.chain.keys()
@@ -324,7 +324,7 @@ class Control:
         return placements(keys, self._pool, self._lower, self._matcher)
 
     def _require_chain(self, keys: Keys) -> None:
-        """A slot that is named twice would be pinned, or unpinned, twice."""
+        """Refuse repeated keys: their slot would be pinned, or unpinned, twice."""
         if keys.has_duplicates():
             raise InputError(f"a key is twice among these {len(keys)}; a request's never repeat")
 

@@ -1,4 +1,4 @@
-"""Why requests got no more than they did, and what is counted and remembered of them.
+"""Miss reasons of requests, the counters of lookups, and a journal of the latest requests.
 
 ::
 
@@ -35,29 +35,29 @@ from kvferry.types import DEVICE, HOST, RequestId, Transfer
 
 
 class Reason(Enum):
-    """Why the first token that could not be had from here could not."""
+    """Miss reason: why the first block that a request missed could not be loaded."""
 
-    NOTHING_MISSED = "nothing_missed"  # all that was asked for could be had
-    EVICTED = "evicted"  # it was here; the room was needed, or a copy of it failed
-    NEVER_STORED = "never_stored"  # it was not computed yet, or found no room
-    BELOW_THRESHOLD = "below_threshold"  # not asked for often enough to be stored
-    IN_FLIGHT = "in_flight"  # its bytes are still on their way in
+    NOTHING_MISSED = "nothing_missed"  # a full hit
+    EVICTED = "evicted"  # the block was evicted, or a copy of it failed
+    NEVER_STORED = "never_stored"  # the block was not computed yet, or no slot was free for it
+    BELOW_THRESHOLD = "below_threshold"  # not requested often enough to be stored
+    IN_FLIGHT = "in_flight"  # the block is still being stored or promoted
     OTHER_NAMESPACE = "other_namespace"  # stored before a reset or a change of weights
-    NOT_PROMOTED = "not_promoted"  # on a lower tier, and not brought up in time
+    NOT_PROMOTED = "not_promoted"  # on a lower tier, and not promoted in time
     TIER_UNAVAILABLE = "tier_unavailable"  # on a lower tier that cannot be used now
-    LOAD_SLOWER = "load_slower"  # it is here or below, but computing it was judged faster
-    HINT = "hint"  # a hint said that nothing is to be loaded for this request
+    LOAD_SLOWER = "load_slower"  # found on some tier, but computing was estimated to be faster
+    HINT = "hint"  # a hint forbids loads for this request
 
 
 class Explanation(NamedTuple):
-    """What one request could be given when it was looked up, and why no more.
+    """The hit of one request at its last lookup, and its miss reason.
 
-    ``device_tokens`` the engine had, ``host_tokens`` more could be loaded, of ``asked_tokens`` in
-    all; ``lower_tokens`` of those asked for lay only below the host. ``tier_hit_tokens`` says of
-    those that it could be given which tier had them: what came up from a lower tier for it, or was
-    prefetched, counts there and not as the host's. ``first_missing`` is the first token not to be
-    had, in ``group``. Tiers that know keys themselves were asked for ``asked_blocks`` of it;
-    ``tiers_away`` names those that could not be used, and why.
+    Of ``asked_tokens``, the engine had ``device_tokens``; ``host_tokens`` more could be loaded;
+    ``lower_tokens`` more were only on lower tiers. ``tier_hit_tokens`` are the hit's tokens by
+    tier: blocks promoted or prefetched for this request count for the lower tier, not the host.
+    ``first_missing`` is the first token that missed, in ``group``. ``asked_blocks`` is how many
+    blocks keyed tiers were asked for. ``tiers_away`` are the unavailable tiers, each with its
+    reason.
     """
 
     request_id: RequestId
@@ -74,7 +74,7 @@ class Explanation(NamedTuple):
     tier_hit_tokens: Mapping[str, int] = MappingProxyType({})
 
     def as_dict(self) -> dict[str, object]:
-        """Plain data, ready for JSON."""
+        """Return plain data, ready for JSON."""
         plain: dict[str, object] = {**self._asdict(), "reason": self.reason.value}
         plain["tier_hit_tokens"] = dict(self.tier_hit_tokens)
         if self.decision is not None:
@@ -87,17 +87,17 @@ class Explanation(NamedTuple):
 
 
 class Loaded(NamedTuple):
-    """Tokens are loaded for a request of this tenant; ``in_parts`` if it may run meanwhile."""
+    """A load was ordered for a request of ``tenant``; ``in_parts``: it lands layer by layer."""
 
     tenant: int
     in_parts: bool
 
 
 class RequestAnswer(NamedTuple):
-    """What a request was answered: facts of that moment, from which its miss is explained later.
+    """The answer to one match of a request, with the facts that explain its miss later.
 
-    Token counts are from the request's start. ``missing`` stopped the hit; ``declined`` is why what
-    lower tiers had was not brought up.
+    Token counts are from the request's start. ``missing`` is the block that ended the hit.
+    ``declined`` is why blocks on lower tiers were not promoted.
     """
 
     request: Any
@@ -114,17 +114,17 @@ class RequestAnswer(NamedTuple):
     asked_blocks: int = 0
 
 
-# -- what is remembered --------------------------------------------------------------------------
+# -- the journal ---------------------------------------------------------------------------------
 
 MOST_REQUESTS = 1024
 MOST_COPIES = 32
-"""Of one request; a long one stores a little in many steps, and its last copies tell enough."""
+"""Copies remembered per request: a long request stores in many steps, and the last ones suffice."""
 
 
 class Copy(NamedTuple):
-    """One transfer that ended for a request (a store may have carried others' blocks too).
+    """One completed transfer of a request; a store may include blocks of other requests.
 
-    Bytes are summed over ranks, seconds are the slowest rank's. ``paths`` are those the ranks took.
+    Bytes are summed over ranks, seconds are the slowest rank's, ``paths`` are the copy paths.
     """
 
     transfer_id: int
@@ -159,24 +159,24 @@ class Copy(NamedTuple):
 
 @dataclass(slots=True)
 class Entry:
-    """What is remembered of one of the latest requests."""
+    """The journal's record of one of the latest requests."""
 
     explanation: Explanation | None = None
     hints: Hints | None = None
     refused: tuple[str, ...] = ()
-    """Which hints could not be followed, and why."""
+    """The hints that could not be followed, and why."""
     overlaps: bool = False
-    """Whether its load overlaps with the forward pass."""
+    """Whether the request's load overlaps with the forward pass."""
     copies: list[Copy] = field(default_factory=list)
     brought: dict[str, int] = field(default_factory=dict)
-    """Tokens of its hit that came up from lower tiers, until the hit is loaded."""
+    """Promoted tokens of the request's hit, by lower tier, until the hit is loaded."""
 
 
 class GhostFilter:
-    """Remembers, roughly, which keys were cached once: tells "evicted" from "never stored".
+    """Remembers keys of evicted blocks, roughly: tells "evicted" from "never stored".
 
-    A table with one place per bucket that holds part of the last key put there. A newer key may
-    replace an older one: the answer explains, and decides nothing.
+    A hash table with one entry per bucket: part of the last key added. A newer key may replace an
+    older one, which is harmless: answers only explain misses, and decide nothing.
     """
 
     def __init__(self, num_keys: int) -> None:
@@ -188,16 +188,16 @@ class GhostFilter:
         self._seen[(keys.array[:, 0] & self._mask).astype(np.int64)] = keys.array[:, 1]
 
     def has(self, key: Key) -> bool:
-        """Whether this one key is remembered."""
+        """Return whether this key is remembered."""
         place = int.from_bytes(key[:8], "little") & int(self._mask)
         return bool(self._seen.item(place) == int.from_bytes(key[8:16], "little"))
 
 
 class Bookkeeper:
-    """Counts, explains and remembers what the log says of requests. Owns all of that.
+    """Reads the event log into counters, miss reasons and the journal. Owns all three.
 
-    Public methods of the scheduler drain it before they read from it; the engine's idle steps
-    otherwise. An exception is kept in ``failure`` until the scheduler raises it.
+    The scheduler drains it before it reads them, and otherwise while the engine is idle. An
+    exception is kept in ``failure`` until the scheduler raises it.
     """
 
     def __init__(
@@ -212,7 +212,7 @@ class Bookkeeper:
     ) -> None:
         self.counts = MatchCounts()
         self.entries: OrderedDict[RequestId, Entry] = OrderedDict()
-        """What is remembered; the request that asked longest ago comes first."""
+        """The journal; the least recently matched request comes first."""
         self.failure: Exception | None = None
         self._matcher = matcher
         self._admission = admission
@@ -222,7 +222,7 @@ class Bookkeeper:
         self._tenants = tenants
         self._ghosts = GhostFilter(pool.num_slots)
         self._brought: dict[int, str] = {}
-        """By part of their key, the tier of blocks that came up and no request has found yet."""
+        """The tier of each promoted block that no request has found yet, by part of its key."""
         self._recorder: Recorder | None = None
         self._read: dict[EventKind, Callable[[PoolEvent], None]] = {
             EventKind.LOOKUP: self._looked_up,
@@ -233,10 +233,10 @@ class Bookkeeper:
         }
         self._reader = log.reader(tuple(self._read))
         self.events = self._reader.events
-        """Records that wait to be read."""
+        """Event log records that were not read yet."""
 
     def drain(self) -> None:
-        """Read all that was appended since the last call."""
+        """Read all records appended since the last call."""
         events, read = self.events, self._read
         while events:
             event = events.popleft()
@@ -246,20 +246,20 @@ class Bookkeeper:
                 self.failure = self.failure or error
 
     def record(self, path: Path, most_bytes: int, now: float) -> None:
-        """Write requests to this file from now on. ConfigError where it cannot be opened."""
+        """Record requests in this file from now on. ConfigError if it cannot be opened."""
         tokens = self._matcher.hash_tokens
         self._recorder = Recorder(path, block_tokens=tokens, most_bytes=most_bytes, now=now)
 
     def raise_failure(self) -> None:
-        """Raise the first exception since the last call."""
+        """Raise the first exception since the last call, if there was one."""
         failure, self.failure = self.failure, None
         if failure is not None:
             raise failure
 
     def _touch(self, request_id: RequestId, *, is_first_answer: bool = False) -> Entry:
-        """The entry of a request, as the latest; a new one if there is none.
+        """Return the entry of a request, made the newest; a new one if there is none.
 
-        At its first answer another request's of its name goes; copies for it may have ended before.
+        At a first answer, an entry with an explanation is an older request's: it is replaced.
         """
         entry = self.entries.get(request_id)
         if entry is not None and not (is_first_answer and entry.explanation is not None):
@@ -294,7 +294,7 @@ class Bookkeeper:
 
     def _looked_up(self, event: PoolEvent) -> None:
         answer = event.detail
-        if not isinstance(answer, RequestAnswer):  # of another group of the same request
+        if not isinstance(answer, RequestAnswer):  # the record of another group of the request
             return
         request = answer.request
         self._count(request, answer.max_tokens - answer.computed_tokens, answer.num_keys)
@@ -352,7 +352,7 @@ class Bookkeeper:
         self._brought.update(dict.fromkeys(words, str(event.detail)))
 
     def _take_brought(self, answer: RequestAnswer) -> Iterator[tuple[str, int]]:
-        """Tokens of an answer by the lower tier that they came up from, unless another had them."""
+        """Yield promoted tokens of an answer by tier; blocks count for the first request only."""
         matcher, stop, start = self._matcher, answer.host_tokens, answer.computed_tokens
         found: list[str | None] = []
         for g in range(len(matcher.groups) if stop > start else 0):
@@ -388,7 +388,7 @@ class Bookkeeper:
         by_tier: dict[str, int] = {HOST: from_host}
         if entry.brought:
             by_tier = _split(from_host, entry.brought)
-        return Explanation(  # by position: that takes half the time
+        return Explanation(  # positional arguments take half the time of keywords
             answer.request.id,
             answer.max_tokens,
             answer.computed_tokens,
@@ -422,7 +422,7 @@ class Bookkeeper:
 
 
 def _split(num_tokens: int, brought: Mapping[str, int]) -> dict[str, int]:
-    """So many tokens by the tier they came from; the host had those that were not brought up."""
+    """Return ``num_tokens`` by tier: first those ``brought`` from lower tiers, the rest is host."""
     by_tier: dict[str, int] = {HOST: 0}
     left = num_tokens
     for tier, count in brought.items():
@@ -434,9 +434,9 @@ def _split(num_tokens: int, brought: Mapping[str, int]) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Onlooker:
-    """Counts and journal of a scheduler, as any thread may read them.
+    """Read access to a scheduler's counters and journal, for any thread.
 
-    It changes nothing: what the scheduler has not drained from its log yet is not in it.
+    Changes nothing: records that the scheduler has not drained from its event log are not included.
     """
 
     stats: Callable[[], SchedulerStats]

@@ -1,10 +1,10 @@
-"""What of a request is where: the lookup over all groups, host first, and the hit it pins.
+"""Lookup: finds a request's blocks, in host memory first, and pins the hit all groups can serve.
 
 ::
 
-    one key     the very next block is not here: a miss, whatever else is (``next_missing``)
-    one run     full attention alone, nothing below the host: follow the chain to its end
-    masks       windows, states, tiers below: every block of every group, then what all can serve
+    one key     host has no block at the hit's start: a miss (``next_missing``)
+    one run     only full attention, no lower tiers: follow each chain to its end (``_follow``)
+    masks       windows, states, lower tiers: look up every block of every group (``_survey``)
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from kvferry.types import NO_SLOT, NO_SLOTS, RequestId, SlotArray
 _NO_KEYS = Keys.empty()
 
 Present = list[npt.NDArray[np.bool_]]
-"""Per group, which blocks of a request can be read."""
+"""By group: for each block of a request, whether it can be read."""
 
 
 class Missing(NamedTuple):
-    """A block that no hit can do without, and that is not here: its first token, its key.
+    """A missing block that ended a hit: its group, first token and key.
 
-    One that ``is_coming`` was on its way in when it was looked for.
+    ``is_coming``: its bytes were being stored or promoted at the time of the lookup.
     """
 
     group: int
@@ -54,12 +54,12 @@ class Missing(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class Lookup:
-    """What was found of a request: how far the host alone reaches, and how far with lower tiers.
+    """The lookup result: the hit's length in host memory alone, and with lower tiers.
 
-    ``slots`` are those that the host's hit reads, by group; ``blocks`` are their places in the
-    request, ``asked`` their keys in the pool. ``missing`` stopped that hit; None where nothing did
-    but the cap. ``host`` and ``everywhere`` say block by block what is there; None where only full
-    attention was looked up, without lower tiers.
+    By group, ``slots`` are the host slots that the host's hit reads, ``blocks`` their positions in
+    the request, and ``asked`` their keys in the pool. ``missing`` is the block that ended the hit;
+    None if ``max_tokens`` did. ``host`` and ``everywhere`` flag the blocks in the host and on any
+    tier; None if only full attention was looked up, without lower tiers.
     """
 
     keys: Keys
@@ -77,7 +77,7 @@ class Lookup:
 
 
 class Matcher:
-    """Finds the longest hit that all groups can serve. Changes nothing. Owns the epoch."""
+    """Finds the longest hit that all groups can serve. Owns the epoch; changes no tier or pool."""
 
     def __init__(
         self, groups: Sequence[reach.Group], host: Pool, lower: LowerTiers, hash_tokens: int
@@ -101,13 +101,13 @@ class Matcher:
         self._step = math.lcm(self.alignment, *(group.stop_tokens for group in self.groups))
         self._can_serve: Present = [np.empty(0, dtype=bool) for _ in self.groups]
         self.names: list[BlockNames] = []
-        """How the blocks of each group are named in the present epoch."""
+        """By group, the mapping from chain keys to pool keys in the present epoch."""
         self.begin_epoch(0)
         self.lookup = self._follow if self.is_full and not lower.tiers else self._survey
-        """Find what is there, without claiming any of it: hits end ``spare_tokens`` early."""
+        """Look up a request without claiming slots; its hit ends ``spare_tokens`` early."""
 
     def begin_epoch(self, epoch: int) -> None:
-        """From now on the same blocks have other keys in the pool."""
+        """Begin an epoch: the same blocks have different pool keys from now on."""
         if epoch != self.epoch:
             self.epoch_before, self.epoch = self.epoch, epoch
         self.names = [
@@ -116,22 +116,22 @@ class Matcher:
         ]
 
     def has(self, key: Key) -> bool:
-        """Whether this block is in the host, on its way there, or below it."""
+        """Return whether this block is in the host, being copied there, or on a lower tier."""
         if self._host.state_of(key) is not SlotState.FREE:
             return True
         return bool(self._lower.tiers) and bool(
             self._lower.lookup(Keys.from_bytes((key,))).readable[0]
         )
 
-    # -- looking --------------------------------------------------------------------------------
+    # -- lookup ---------------------------------------------------------------------------------
 
     def next_missing(
         self, chain: KeyChain, num_keys: int, computed_tokens: int, max_tokens: int
     ) -> Missing | None:
-        """The block every hit needs and the host lacks.
+        """Return a block that every hit needs and the host lacks.
 
-        The short way to a miss, which is all that a request finds whose history never left the
-        device. None if there is no such block, or if a longer lookup is needed to know.
+        The fast path to a miss, which is all that a request finds whose history never left the
+        device. None if there is no such block, or if only a full lookup can tell.
         """
         longer = computed_tokens + self._step
         if not self.is_full or self._lower.tiers or longer - longer % self._step > max_tokens:
@@ -141,7 +141,7 @@ class Matcher:
             at = (block + 1) * self.names[g].ratio - 1
             if at < num_keys:
                 key = chain[at]
-                if g or self.epoch:  # else the mask is all zeros
+                if g or self.epoch:  # otherwise the mask is all zeros
                     key = masked_key(key, self.names[g].mask)
                 state = self._host.state_of(key)
                 if state is not SlotState.CACHED:
@@ -152,7 +152,7 @@ class Matcher:
     def _follow(
         self, keys: Keys, computed_tokens: int, max_tokens: int, spare_tokens: int = 0
     ) -> Lookup:
-        """Where every hit reads every block: as far as each group's chain goes."""
+        """Look up full attention groups alone: follow the chain of each to its first miss."""
         most = max_tokens - max_tokens % self._step
         longest = most
         found: list[SlotArray] = []
@@ -200,7 +200,7 @@ class Matcher:
     def _survey(
         self, keys: Keys, computed_tokens: int, max_tokens: int, spare_tokens: int = 0
     ) -> Lookup:
-        """Every block of every group, and what lies below the host."""
+        """Look up every block of every group, in the host and on lower tiers."""
         groups: list[GroupLookup] = []
         host: Present = []
         for g, group in enumerate(self.groups):
@@ -252,7 +252,7 @@ class Matcher:
         if self.is_full:  # every hit reads every block
             longest = max_tokens
             for group, here in zip(self.groups, present, strict=True):
-                first = here.tobytes().find(0)  # that is absent
+                first = here.tobytes().find(0)  # the first absent block
                 num_blocks = first if first >= 0 else len(here)
                 longest = min(longest, num_blocks * group.block_tokens)
             longest = max(longest - longest % self._step, computed_tokens)
@@ -272,8 +272,8 @@ class Matcher:
         return self._longest(present, computed_tokens, max(computed_tokens, longest - spare_tokens))
 
     def _proven(self, present: Present, computed_tokens: int) -> int:
-        """How far all but the states are there: a draft model has none, and asks for one block
-        more of the others alone.
+        """Return how far the groups without recurrent states reach. A draft model has no states,
+        and needs one block more of the other groups only.
         """
         both = zip(self.groups, present, strict=True)
         others = [each for each in both if not isinstance(each[0], reach.RecurrentState)]
@@ -286,7 +286,7 @@ class Matcher:
         )
 
     def first_missing(self, found: Lookup) -> Missing | None:
-        """The block that stopped the host's hit."""
+        """Return the block that ended the host's hit; None if no block did."""
         longer = self._next_length(found)
         if longer > found.max_tokens or found.host is None:
             return None
@@ -298,17 +298,17 @@ class Matcher:
         return None
 
     def missing_at(self, g: int, keys: Keys, block: int) -> Missing:
-        """A block of a request that is not here."""
+        """Return the missing block number ``block`` of a group."""
         key = self.names[g].of(keys, range(block, block + 1))[0]
         is_coming = self._host.state_of(key) is not SlotState.FREE
         return Missing(g, block * self.groups[g].block_tokens, key, is_coming)
 
-    # -- whether it is worth another lookup -----------------------------------------------------
+    # -- whether another lookup may find more ---------------------------------------------------
 
     def may_be_longer(self, found: Lookup) -> bool:
-        """Whether a longer hit than the host's, within what was asked for, may be there by now.
+        """Return whether a new lookup may find a longer hit in the host than ``found``.
 
-        Every longer hit needs the missing block of full attention; a window may not need its own.
+        Every longer hit needs a missing block of full attention; a window may not need its own.
         """
         if self._next_length(found) > found.max_tokens:
             return False
@@ -321,12 +321,12 @@ class Matcher:
         longer = found.host_tokens + self._step
         return longer - longer % self._step
 
-    # -- from below -----------------------------------------------------------------------------
+    # -- promotion ------------------------------------------------------------------------------
 
     def within(self, found: Lookup, num_slots: int) -> Lookup:
-        """The same result, its longer hit cut down until so few slots complete it in the host.
+        """Shorten the hit on all tiers until promoting it takes at most ``num_slots`` host slots.
 
-        Half of every group would be of no use: the hit gets shorter in all groups at once.
+        The hit gets shorter in all groups at once: a part of each group would serve no request.
         """
         if found.everywhere is None:
             return found
@@ -347,7 +347,7 @@ class Matcher:
         return replace(found, all_tokens=best)
 
     def _num_to_bring(self, found: Lookup, num_tokens: int) -> int:
-        """Blocks that a hit of this length needs and that are not even on their way to the host."""
+        """Count the blocks of a hit that are neither in the host nor being copied there."""
         count = 0
         for g, group in enumerate(found.groups):
             blocks = self.needed(g, num_tokens, found.computed_tokens)
@@ -355,9 +355,9 @@ class Matcher:
         return count
 
     def to_ask(self, found: Lookup) -> Keys | None:
-        """The keys of which to know whether a tier has them: a longer hit may hang on them.
+        """Return the keys to ask keyed tiers for, because a longer hit may depend on them.
 
-        No more of them than there is room for.
+        None if no longer hit is possible. At most as many as promotions have room for.
         """
         assert found.host is not None
         assert found.everywhere is not None
@@ -379,7 +379,7 @@ class Matcher:
         return Keys(np.concatenate(wanted))
 
     def to_promote(self, found: Lookup) -> list[RunBelow]:
-        """By group, the run of blocks to complete for the longer hit."""
+        """Return the runs of blocks to promote for the hit on all tiers, at most one per group."""
         assert found.host is not None
         runs = []
         for g, group in enumerate(found.groups):
@@ -394,15 +394,15 @@ class Matcher:
     # -- lengths --------------------------------------------------------------------------------
 
     def worth_storing(self, group: int, blocks: range) -> npt.NDArray[np.bool_]:
-        """Which of these blocks any hit can ever read."""
+        """Return, for each of these blocks, whether any hit can ever read it."""
         if blocks.stop > len(self._can_serve[group]):
             tokens = 2 * blocks.stop * max(g.block_tokens for g in self.groups)
             self._can_serve = reach.can_serve(self.groups, tokens, alignment=self.alignment)
         return self._can_serve[group][blocks.start : blocks.stop]
 
     def needed(self, g: int, num_tokens: int, computed_tokens: int) -> range:
-        """The blocks of a group that a hit reads and the engine does not have."""
-        if num_tokens <= computed_tokens:  # what the engine has may end where no state is kept
+        """Return the blocks of a group that a hit reads and the engine does not have."""
+        if num_tokens <= computed_tokens:  # computed tokens may end where no state is stored
             return range(0)
         if self._chained[g]:
             size = self.groups[g].block_tokens
@@ -413,17 +413,17 @@ class Matcher:
 # -- pinned hits ----------------------------------------------------------------------------------
 
 _SHARE = 7 / 8
-"""Of the device's blocks: so many may be in the hands of loads, where no setting says how many.
-With half of a small device, the link would rest between one long load and the next."""
+"""Share of the device's blocks that loads may occupy at once, unless a setting bounds them. With
+1/2 on a small device, the link would be idle between two long loads."""
 
 
 @dataclass(eq=False, slots=True)
 class PinnedHit:
-    """What one lookup found, claimed: the leases, by group, of the slots a load would read.
+    """A lookup result and the leases, by group, of the host slots that its load would read.
 
-    ``joined`` are slots that another request was loading at that time: the answer is to wait.
-    A hit that ``is_declined`` claims nothing; computing is faster, or there is nothing to load. One
-    that ``must_wait`` is not to be loaded now: another loads the same, or the bounds are reached.
+    ``joined`` are slots that another request was loading at lookup: this hit waits for that load.
+    ``is_declined``: it has no leases, because computing is faster or there is nothing to load.
+    ``must_wait``: not loaded now, because another request loads the same or the bounds are reached.
     """
 
     found: Lookup
@@ -444,7 +444,7 @@ class PinnedHit:
                 lease.release()
 
     def places(self, request_id: RequestId, g: int, table: BlockTable) -> SlotArray:
-        """The device blocks of a group that a load fills; refuses a table that is too short."""
+        """Return the device blocks of a group that a load fills; InputError if too few."""
         blocks = self.found.blocks[g]
         if len(table) < blocks.stop:
             raise InputError(
@@ -454,21 +454,21 @@ class PinnedHit:
         return checked_blocks(g, table, blocks, least=0)
 
     def answers(self, keys: Keys, computed_tokens: int, max_tokens: int) -> bool:
-        """Whether it was found for this very question: the same blocks, not only the same name."""
+        """Return whether this hit was found for the same keys, computed tokens and cap."""
         found = self.found
         if found.computed_tokens != computed_tokens or found.max_tokens != max_tokens:
             return False
         return keys is found.keys or keys == found.keys
 
     def is_of(self, chain: KeyChain, hash_tokens: int) -> bool:
-        """Whether its blocks are this chain's: the last key of them covers all before it."""
+        """Return whether the hit is of this chain: its last key covers all keys before it."""
         keys = self.found.keys
         last = self.found.host_tokens // hash_tokens - 1
         return last < len(chain) and chain[last] == keys[last]
 
 
 class Hits:
-    """Turns lookups into pinned hits. Owns which slots are being loaded and the bounds on loads."""
+    """Turns lookups into pinned hits. Owns the slots being loaded and the bounds on loads."""
 
     def __init__(
         self,
@@ -494,7 +494,7 @@ class Hits:
         self._num_loads = 0
 
     def pin(self, found: Lookup) -> PinnedHit:
-        """Claim what the host holds of it, unless another loads it or computing is faster."""
+        """Lease the host's hit, unless another request loads it or computing is faster."""
         hit = PinnedHit(
             found, self._pool.generation, self._num_loads, self._clock() + self._patience
         )
@@ -510,7 +510,7 @@ class Hits:
                 if slots is not None:
                     hit.num_blocks += len(slots)
                     num_bytes += len(slots) * size
-        except BaseException:  # a chain that repeats a key
+        except BaseException:  # such as InputError for a chain that repeats a key
             hit.release()
             raise
         if self.joins_loads and self._transfers.blocks_to_device:
@@ -530,7 +530,7 @@ class Hits:
         return hit
 
     def still_holds(self, hit: PinnedHit) -> bool:
-        """Whether a hit is still the answer to its question, without looking at all keys again."""
+        """Return whether a hit is still valid, without a new lookup; renew its deadline then."""
         if hit.joined is not None:
             return bool(self._being_loaded.take(hit.joined).any())
         if hit.num_loads != self._num_loads:  # another load of these blocks may have begun
@@ -546,7 +546,7 @@ class Hits:
         return True
 
     def _fits(self, num_blocks: int) -> bool:
-        """Whether a load of so many blocks may go beside others; alone it always may."""
+        """Return whether a load of ``num_blocks`` fits the bounds; a load alone always does."""
         loading = self._transfers.blocks_to_device
         if not loading:
             return True
@@ -555,26 +555,26 @@ class Hits:
         return self._transfers.bytes_to_device <= self._max_bytes
 
     def may_begin(self, slots: SlotArray, num_blocks: int) -> bool:
-        """Whether a load of so many blocks may begin, of which these slots are here by now."""
+        """Return whether a load of ``num_blocks`` may begin; ``slots`` were promoted so far."""
         if self.joins_loads and self._being_loaded.take(slots).any():
             return False
         return self._fits(num_blocks)
 
     def began(self, slots: SlotArray) -> None:
-        """A load of these slots was ordered: others that want them join it."""
+        """Note that a load of these slots was ordered: other requests for them wait for it."""
         self._num_loads += 1
         if self.joins_loads:
             self._being_loaded[slots] += 1
 
     def ended(self, slots: SlotArray) -> None:
-        """A load of these slots landed, was taken back, or is overdue."""
+        """Note that a load of these slots completed, was cancelled, or is overdue."""
         if self.joins_loads:
             self._being_loaded[slots] -= 1
 
     def _joined(self, found: Lookup) -> SlotArray | None:
-        """The slots of a hit that another request is loading right now, if any are."""
+        """Return the slots of a hit that another request is loading now; None if there are none."""
         pinned = [slots for slots in found.slots if slots is not None]
-        if not pinned:  # nothing was found, or at a chunk's start nothing is read
+        if not pinned:  # no hit, or a hit that ends at a chunk's start and reads no block
             return None
         slots = pinned[0] if len(pinned) == 1 else np.concatenate(pinned)
         joined = slots[self._being_loaded.take(slots) > 0]

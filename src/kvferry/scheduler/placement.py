@@ -1,4 +1,4 @@
-"""Where a request's blocks are on all tiers, and how pins and hints are applied to them."""
+"""Placement: finds a request's blocks on all tiers and applies pins and hints to them."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from kvferry.types import HOST, NO_SLOT, NO_SLOTS, SlotArray, TierName
 
 @dataclass(frozen=True, eq=False)
 class TierBlocks:
-    """Blocks of a chain on one tier: their numbers in the chain, rising, and their slots.
+    """Blocks of a chain on one tier: their ascending positions in the chain, and their slots.
 
-    A tier has any of them, mostly the end: ends are spilled first. Those that are not ``cached``
-    are on their way in.
+    A tier may have any of the blocks; mostly the last ones, because those are spilled first. Blocks
+    that are not ``cached`` are being copied to the tier.
     """
 
     name: TierName
@@ -41,25 +41,25 @@ class TierBlocks:
         slots = found if len(blocks) == len(found) else found[blocks]
         cached = cached[blocks]
         if not pool.table.chains.all_distinct(slots):
-            # Whatever an engine calls a chain: to be held twice would be to be let go twice.
+            # Two keys of the engine's chain share a slot: it would be pinned and unpinned twice.
             blocks = slots = NO_SLOTS
             cached = cached[:0]
         return cls(name, pool, blocks, slots, cached)
 
     def readable(self, stop: int) -> TierBlocks:
-        """Those that can be read, of the chain's first ``stop`` blocks."""
+        """Return the blocks that can be read, among the chain's first ``stop`` blocks."""
         taken = self.cached & (self.blocks < stop)
         if taken.all():
             return self
         return TierBlocks(self.name, self.pool, self.blocks[taken], self.slots[taken], taken[taken])
 
     def at(self, block: int) -> int:
-        """How many of them come before this block of the chain."""
+        """Return how many of these blocks come before position ``block`` of the chain."""
         return int(np.searchsorted(self.blocks, block))
 
     @property
     def num_shared(self) -> int:
-        """Up to which block of the chain this pool knows others to go on from it."""
+        """Leading blocks of the chain that other chains share, as far as this pool knows."""
         shared = len(self.slots) - len(self.pool.table.chains.own_end(self.slots))
         return int(self.blocks[shared - 1]) + 1 if shared else 0
 
@@ -72,8 +72,8 @@ class ChainPlacement:
     keys: Keys
     places: tuple[TierBlocks, ...]
     reached: int
-    """So many of its blocks, from the first on, some tier has or may have. To hold what comes
-    after a block that is nowhere would take room from blocks that can be loaded."""
+    """Leading blocks that some tier has or may have. Blocks behind a missing one cannot be loaded,
+    so pinning them would only take room from blocks that can."""
 
     @property
     def is_chained(self) -> bool:
@@ -81,23 +81,23 @@ class ChainPlacement:
 
     @cached_property
     def num_shared(self) -> int:
-        """So many blocks, from the first on, others go on from, as far as any tier knows.
+        """Leading blocks of the chain that other chains share, as far as any tier knows.
 
-        Where blocks are spilled to a tier, that does not know what follows what there.
+        A tier does not know which block follows which among blocks that were spilled to it.
         """
         return max(place.num_shared for place in self.places)
 
     def hold(self, seconds: float) -> tuple[int, list[str]]:
-        """Let its blocks stay so long, each on the highest tier that may hold it.
+        """Pin the blocks for ``seconds``, on the highest tier that has them and room to pin.
 
-        Returns how many do on some tier, and which were refused where, in words.
+        Returns how many are pinned on some tier, and the refusals by tier, in words.
         """
         held = np.zeros(len(self.keys), dtype=bool)
         refused = []
         for place in self.places:
             here = place.readable(self.reached)
             if held[here.blocks].all():
-                continue  # a tier below need not keep it, too
+                continue  # a higher tier keeps all of these blocks already
             count = here.pool.eviction.pin(here.slots, seconds)
             held[here.blocks[here.pool.eviction.pins.pinned(here.slots)]] = True
             if count < len(here.slots):
@@ -105,7 +105,7 @@ class ChainPlacement:
         return int(np.count_nonzero(held)), refused
 
     def on_their_way(self) -> list[str]:
-        """Say that hints do not apply to blocks which are still being copied, if there are any."""
+        """Return a message if hints do not apply to some blocks because they are being copied."""
         if all(place.cached.all() for place in self.places):
             return []
         here, coming = np.zeros((2, len(self.keys)), dtype=bool)
@@ -123,7 +123,7 @@ class ChainPlacement:
 def placements(
     keys: Keys, pool: Pool, lower: LowerTiers, matcher: Matcher
 ) -> Iterator[ChainPlacement]:
-    """Where the blocks of a request are, group by group."""
+    """Yield the placement of a request's blocks, one per group."""
     pools = ((HOST, pool), *lower.pools.items())
     for g, group in enumerate(matcher.groups):
         chain = matcher.names[g].all(keys)
@@ -134,8 +134,8 @@ def placements(
 
 
 def _reached(chain: Keys, places: tuple[TierBlocks, ...], lower: LowerTiers) -> int:
-    """The first block of a chain that is nowhere, as far as is known."""
-    there = np.zeros(len(chain) + 1, dtype=bool)  # one more, which is nowhere
+    """Return the position of the first block of a chain that no tier is known to have."""
+    there = np.zeros(len(chain) + 1, dtype=bool)  # one more element, which stays false
     for place in places:
         there[place.blocks] = True
     if lower.can_be_asked:
@@ -145,7 +145,7 @@ def _reached(chain: Keys, places: tuple[TierBlocks, ...], lower: LowerTiers) -> 
 
 
 def bound_words(tier: str, pool: Pool, num_blocks: int) -> str:
-    """Why so many blocks are not pinned."""
+    """Return the message that ``num_blocks`` exceed the bound on pins of a tier."""
     pins = pool.eviction.pins
     words = (
         f"{num_blocks} blocks are not pinned on {tier}: pins and TTLs hold {pins.count} of "
@@ -157,7 +157,7 @@ def bound_words(tier: str, pool: Pool, num_blocks: int) -> str:
 
 
 def evidence_of(hints: Hints | None) -> Evidence | None:
-    """The part of a request's hints that policies learn from, if there is any."""
+    """Return the part of a request's hints that eviction policies learn from, or None."""
     if hints is None or not (hints.ended or hints.continues):
         return None
     return Evidence(hints.ended, hints.continues, hints.within, hints.tenant or hints.session)
@@ -166,20 +166,20 @@ def evidence_of(hints: Hints | None) -> Evidence | None:
 def tell_pools(
     hints: Hints, keys: Keys, pool: Pool, lower: LowerTiers, matcher: Matcher
 ) -> list[str]:
-    """Pass on what was said of a request's blocks, tier by tier; what was refused, in words."""
+    """Apply hints to a request's blocks on every tier; return the refusals, in words."""
     refused: list[str] = []
     for where in placements(keys, pool, lower, matcher):
         softly = [words for place in where.places for words in _tell_place(hints, where, place)]
         if hints.pin_seconds is None:
             refused += softly
-        else:  # which asks for more than they do
+        else:  # the pin asks for more than the other hints: report only its refusals
             refused += where.hold(hints.pin_seconds)[1]
         refused += where.on_their_way()
     return refused
 
 
 def _tell_place(hints: Hints, where: ChainPlacement, place: TierBlocks) -> list[str]:
-    """Pass on all but a keep to one tier; which blocks are not held for that, in words."""
+    """Apply all hints but ``pin_seconds`` on one tier; return the refusals, in words."""
     here = place.readable(len(where.keys) if hints.ended else where.reached)
     lacking = 0
     evidence = evidence_of(hints)
@@ -195,9 +195,9 @@ def _tell_place(hints: Hints, where: ChainPlacement, place: TierBlocks) -> list[
 
 
 def _rank(priorities: Sequence[TokenPriority], where: ChainPlacement, place: TierBlocks) -> int:
-    """Blocks matter so much, range by range; how many are not held that matter more than most.
+    """Apply priorities range by range; return how many high-priority blocks are not pinned.
 
-    Of what was said of a block twice, the last counts.
+    Where ranges overlap, the last one counts.
     """
     pool, block_tokens = place.pool, where.group.block_tokens
     is_high = np.zeros(len(where.keys), dtype=bool)
@@ -211,7 +211,7 @@ def _rank(priorities: Sequence[TokenPriority], where: ChainPlacement, place: Tie
             pool.eviction.evict_first(here.slots, told.priority, first=first)
             is_high[start:stop] = False
         elif told.priority > DEFAULT_PRIORITY:
-            # With what comes before it, or it could not be reached.
+            # Pin the blocks before the range, too: without them it could not be reached.
             here = place.readable(min(stop, where.reached))
             seconds = FOREVER if told.duration_ms is None else told.duration_ms / 1000
             if here.at(start) < len(here.slots):

@@ -1,15 +1,15 @@
-"""Promotion: a request's blocks brought up from lower tiers to the host, and on to the device.
+"""Promotion: copies a request's blocks from lower tiers to the host, and pipelines their loads.
 
 ::
 
-    tier     ──read──> ▓▓▓▓▓▓▓▓▓░░░     pieces land in the host, one after the other
-    device   ──load──> ▓▓▓▓▓▓░░░░░░     a pipelined load takes each on, beside the next one's read
+    tier     ──read──> ▓▓▓▓▓▓▓▓▓░░░     pieces arrive in the host, one after the other
+    device   ──load──> ▓▓▓▓▓▓░░░░░░     a pipelined load copies a piece while the next is read
                          good │  │   end
                               └ sent
 
-A request that waits for a tier is matched again when all it waits for has landed. A pipelined load
-begins earlier: when the rest is read in the time that copying the whole hit takes. What does not
-come up in time ends it, and is computed. All such loads may take half of the device.
+A request that waits for a tier is matched again when all its transfers have completed. A pipelined
+load begins earlier: when the rest can be read while the hit is copied. A block that is not promoted
+in time ends the load and is computed. Pipelined loads may occupy half of the device's blocks.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from kvferry.scheduler.transfers import BlockTable, EngineShape, InFlight, Order
 from kvferry.types import Match, MatchState, SlotArray, TierName, Transfer, TransferId
 
 _SHARE = 1 / 8
-"""How much of a hit may still be below when its load begins, while a speed is not known: over a
-GPU's link a drive reads one part in about 15 of what is copied in the same time."""
+"""Share of a hit that may still be on lower tiers when its load begins, if a link's speed is not
+known. A drive reads about 1/15 of what a GPU's link copies in the same time."""
 
 _PATIENCE = 1 / 5
-"""A load that was begun early and gets nothing more for so much of ``promote_deadline`` ends: its
-last blocks were expected within the time of one copy, which is milliseconds."""
+"""Share of ``promote_deadline`` after which a pipelined load without a new piece ends. Its last
+blocks were expected within the time of one copy, which is milliseconds."""
 
 _DEVICE_SHARE = 1 / 2
-"""How much of the device all pipelined loads together may take."""
+"""Share of the device's blocks that all pipelined loads together may occupy."""
 
 _GONE = "blocks that were coming up from a lower tier did not come"
 _LATE = "blocks that were coming up from a lower tier did not come in time"
@@ -47,38 +47,38 @@ _LATE = "blocks that were coming up from a lower tier did not come in time"
 
 @dataclass(eq=False, slots=True)
 class Promotion:
-    """What one request has asked of lower tiers. Owns what it still waits for.
+    """One request's lookups and promotions on lower tiers. Owns the transfers it waits for.
 
-    It asks once, and promotes once, for each match that finds something else. A block that was not
-    known to be below by then is not there; a block that did not come up by then is computed.
+    Asks once and promotes once, until :meth:`renew`. A block that the tiers did not report counts
+    as missing; a block that was not promoted in time is computed.
     """
 
     num_asked: int = 0
-    """Blocks that tiers were asked for, when they last were."""
+    """Blocks that tiers were asked for in the last question."""
     waits: set[TransferId] = field(default_factory=set)
     promised_tokens: int = 0
-    """How many tokens its hit has if all comes up that was ordered last."""
+    """Tokens of the hit if the last ordered promotion brings all of its blocks."""
     declined: Decision | None = None
-    """Why what lay below was not brought up last time: computing it was faster."""
+    """The decision against the last promotion, because computing was faster; else None."""
     foreseen: PinnedHit | None = None
-    """The hit it was last promised; nothing of it is claimed."""
+    """The hit that :meth:`Promoter.foresee` last offered; it has no leases."""
     may_be_early: bool = True
-    """Whether its load may begin before all of its blocks have come up."""
+    """Whether the load may begin before all of its blocks were promoted."""
     has_asked: bool = False
     has_promoted: bool = False
 
     def renew(self) -> None:
-        """The next match may ask and promote again."""
+        """Allow the next match one more question and one more promotion."""
         self.has_asked = self.has_promoted = False
 
 
 @dataclass(eq=False, slots=True)
 class PipelinedLoad:
-    """One pipelined load. Owns how far it is ordered, and how far what was ordered is good.
+    """One pipelined load. Owns how far it is ordered, and how far the ordered blocks are good.
 
-    Blocks are counted from the request's start. ``first`` to ``end`` were promised, those up to
-    ``sent`` are ordered, those from ``good`` on are lost. More is ordered only while it is open.
-    ``since`` is when the last of them was ordered.
+    Block positions count from the request's start. The hit is ``first`` to ``end``; blocks before
+    ``sent`` are ordered; blocks from ``good`` on are lost. New pieces are ordered only while it is
+    open. ``since`` is the time of the last order.
     """
 
     keys: Keys
@@ -93,10 +93,10 @@ class PipelinedLoad:
 
 
 class Promoter:
-    """Asks lower tiers, brings up blocks, and pipelines loads with that. Owns the pipelined loads.
+    """Asks lower tiers, promotes blocks, and pipelines loads with that. Owns the pipelined loads.
 
     Its callers are requests and prefetches, which have a ``promotion`` and a ``tenant``. The
-    scheduler tells them when a transfer they wait for has ended. Loads are pipelined for engines
+    scheduler notifies them when a transfer they wait for has ended. Loads are pipelined for engines
     with one group whose hits read every block.
     """
 
@@ -112,7 +112,7 @@ class Promoter:
         clock: Callable[[], float],
     ) -> None:
         self.promoted_tokens = 0
-        """Loads that began while some of their blocks were still coming up."""
+        """Tokens whose promotion was ordered so far."""
         self._pool = pool
         self._matcher = matcher
         self._lower = lower
@@ -125,12 +125,12 @@ class Promoter:
         self._patience = config.promote_deadline * _PATIENCE
         self._size, self._block_bytes = shape.sizes[0], shape.block_bytes[0]
         self.loads: dict[Any, PipelinedLoad] = {}
-        """The pipelined loads under way, by request."""
+        """The pipelined loads in flight, by request."""
 
     def fetch(self, caller: Any, found: Lookup, most_slots: int | None = None) -> bool:
-        """Ask for what is not known, or bring up what is below; whether the caller should wait.
+        """Ask tiers for unknown blocks, or promote found ones; return whether the caller must wait.
 
-        ``most_slots`` bounds what is brought up, besides the bound on all promotions.
+        ``most_slots`` bounds this promotion, in addition to the bound on all promotions.
         """
         promotion: Promotion = caller.promotion
         promotion.promised_tokens = 0
@@ -164,7 +164,7 @@ class Promoter:
         return promotion.has_promoted
 
     def stop_waiting(self, caller: Any) -> None:
-        """The caller waits for nothing any more."""
+        """Let the caller wait for no transfer any longer; the transfers themselves continue."""
         promotion: Promotion = caller.promotion
         promotion.waits = set()
         promotion.promised_tokens = 0
@@ -173,14 +173,14 @@ class Promoter:
     # -- pipelined loads --------------------------------------------------------------------------
 
     def is_open(self, request: Any) -> bool:
-        """Whether more pieces of its load may still be ordered."""
+        """Return whether more pieces of the request's load may be ordered."""
         load = self.loads.get(request)
         return load is not None and load.is_open
 
     def foresee(self, request: Any, computed_tokens: int, max_tokens: int | None) -> Match | None:
-        """The hit of a request that waits for a tier, if now is the time to begin its load.
+        """Return the expected hit of a request, if its pipelined load should begin now; else None.
 
-        ``request`` is one that waits for a tier and for nothing else.
+        The ``request`` waits for lower tiers and for nothing else.
         """
         promotion: Promotion = request.promotion
         promotion.foreseen = None
@@ -191,7 +191,7 @@ class Promoter:
         blocks, moves = self._promised(request, computed_tokens, most), self._lower.moves
         coming = [moves[each] for each in promotion.waits if each in moves and moves[each].upward]
         if not coming or len(coming) < len(promotion.waits):
-            return None  # it waits for an answer, too
+            return None  # the request also waits for a tier's answer
         names = {move.tier.name for move in coming}
         if sum([len(move.keys) for move in coming]) > len(blocks) * self._share(names):
             return None
@@ -221,7 +221,7 @@ class Promoter:
         return range(computed_tokens // self._size, tokens // self._size)
 
     def _hit(self, request: Any, computed_tokens: int, max_tokens: int, blocks: range) -> PinnedHit:
-        """The hit of these blocks, as if they were in the host; it claims nothing."""
+        """Return a hit of these blocks, as if all were in the host; it has no leases."""
         keys, end = request.chain.keys(), blocks.stop * self._size
         asked, missing = self._matcher.names[0].of(keys, blocks), None
         if end + self._size <= max_tokens:
@@ -232,19 +232,19 @@ class Promoter:
         return PinnedHit(found, self._pool.generation)
 
     def _share(self, tiers: Collection[TierName]) -> float:
-        """How much of a hit may be below when its load begins, by the speeds of both links."""
+        """Return the share of a hit that may be on lower tiers when its load begins."""
         worth = self._hits.worth
         speeds, link = [worth.bandwidth_of(name) for name in tiers], worth.bandwidth
         known = [speed for speed in speeds if speed]
         return min(1.0, min(known) / link) if link and len(known) == len(speeds) else _SHARE
 
     def _has_room(self, num_blocks: int) -> bool:
-        """Whether a load of so many blocks may wait for a tier beside the others."""
+        """Return whether a pipelined load of ``num_blocks`` fits their bound beside the others."""
         held = sum([load.end - load.first for load in self.loads.values() if load.is_open])
         return self._max_blocks is None or held + num_blocks <= self._max_blocks
 
     def _is_joined(self, request: Any) -> bool:
-        """Whether another request is loading blocks that this one waits for."""
+        """Return whether another request's pipelined load waits for the same promotions."""
         waits = request.promotion.waits
         return self._hits.joins_loads and any(
             load.is_open and not waits.isdisjoint(other.promotion.waits)
@@ -254,10 +254,10 @@ class Promoter:
     def begin(
         self, request: Any, table: BlockTable
     ) -> tuple[PinnedHit, tuple[Ordered, ...]] | None:
-        """Begin the load of the hit that :meth:`foresee` promised to a request.
+        """Begin the load of the hit that :meth:`foresee` offered to a request.
 
-        Returns the hit and what was ordered of it; None where the hit was lost meanwhile, or where
-        no room is left for it.
+        Returns the hit and the orders of its first piece. None if the hit was lost meanwhile, or
+        does not fit the bound on pipelined loads any more.
 
         Raises:
             InputError: the block table is too short.
@@ -267,7 +267,7 @@ class Promoter:
             return None
         (blocks,), (keys,) = hit.found.blocks, hit.found.asked
         places = hit.places(request.id, 0, table)
-        if not self._has_room(len(blocks)):  # other loads have begun since it was promised
+        if not self._has_room(len(blocks)):  # other loads have begun since the hit was offered
             return None
         first, end = blocks.start, blocks.stop
         load = PipelinedLoad(keys, places, first, end, self._clock(), sent=first, good=end)
@@ -277,13 +277,13 @@ class Promoter:
             self._transfers.count_kept(-len(blocks))
             return None
         self.loads[request] = load
-        request.promotion.promised_tokens = 0  # a second load of it has nothing to bring
+        request.promotion.promised_tokens = 0  # so that foresee offers no second load
         return hit, (ordered,)
 
-    # -- go on and end --------------------------------------------------------------------------
+    # -- advance and end ------------------------------------------------------------------------
 
     def note_landed(self, request: Any, flight: InFlight) -> bool:
-        """A transfer of its load ended or is overdue; False if its load is not pipelined."""
+        """Note that a piece completed or is overdue; return whether the load is pipelined."""
         load = self.loads.get(request)
         if load is not None and flight.reason:
             assert isinstance(flight.transfer, Transfer)
@@ -292,10 +292,10 @@ class Promoter:
         return load is not None
 
     def advance(self) -> tuple[list[Ordered], list[tuple[Any, Match, str]]]:
-        """Order what has come up since the last call; returns that, and the loads that ended.
+        """Order the pieces promoted since the last call; return them, and the loads that ended.
 
-        Of each of those: the tokens on the device, those that were promised, and why some are not
-        on the device.
+        Each ended load is its request, a match (``num_tokens`` were expected, ``computed_tokens``
+        are on the device), and why blocks are missing.
         """
         ordered: list[Ordered] = []
         ended: list[tuple[Any, Match, str]] = []
@@ -336,7 +336,7 @@ class Promoter:
         return self._pool.state_of(key) is SlotState.FREE
 
     def _lose(self, load: PipelinedLoad, block: int, reason: str) -> None:
-        """From this block on it is lost, and nothing more of it will be ordered."""
+        """Count the blocks from ``block`` on as lost, and order no more pieces of this load."""
         load.good = min(load.good, block)
         load.reason = load.reason or reason
         if load.is_open:
@@ -351,7 +351,7 @@ class Promoter:
         return Match(MatchState.HIT, load.end * self._size, load.good * self._size)
 
     def drop(self, request: Any) -> None:
-        """Load no more of it: what was sent lands on its own."""
+        """Order no more pieces of a request's load; pieces in flight complete on their own."""
         load = self.loads.pop(request, None)
         if load is not None:
             self._lose(load, load.sent, _GONE)

@@ -1,7 +1,7 @@
-"""A request: one object from its first match to what it leaves behind.
+"""A request: one object from its first match to its last deferred store.
 
-A request that ends with blocks not stored yet leaves them: they are stored later, by itself or by
-the request that continues its conversation.
+A request may end before all of its blocks are stored. The others are deferred: stored later, or
+together with those of the request that continues its conversation.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from kvferry.types import (
 )
 
 Held = tuple[DeviceBlocks, ...] | tuple[Ordered, ...]
-"""Device blocks to hold until they are released."""
+"""Device blocks that the engine must hold until ``settle`` releases them."""
 
 
 class State(Enum):
@@ -58,20 +58,20 @@ class State(Enum):
                    │  ▲                │                  │                 │
                    │  └── miss, expired┘◀──── failed ─────┘                 │ run, store
                    └───────────────────── run, store ───────────────────> RUNNING
-                   match: what it wants is on its way: WAITING              │
-                   (whose end may be foreseen: WAITING ──load──> LOADING)   │
+                   match: blocks are being promoted or loaded: WAITING      │
+                   (a pipelined load begins: WAITING ──load──> LOADING)     │
                                                           leave: LEFT ◀─────┤
-                                       stored later, or continued: └──▶ ENDED ◀── end
+                              deferred blocks stored or taken over: └──▶ ENDED ◀── end
     """
 
-    UNKNOWN = "unknown"  # nothing is pinned for it, nothing is on its way
-    WAITING = "waiting"  # blocks it wants are coming up, or another request loads them
-    MATCHED = "matched"  # a hit is pinned for it
-    LOADING = "loading"  # its hit is on its way to the device, its last blocks maybe to the host
-    LOADED = "loaded"  # its hit is on the device, nothing is computed on it yet
-    RUNNING = "running"  # the engine computes it, in the blocks it has now
-    LEFT = "left"  # it has ended; some of it is to be stored later
-    ENDED = "ended"  # and leaves nothing
+    UNKNOWN = "unknown"  # no hit is pinned, no block is being copied for it
+    WAITING = "waiting"  # its blocks are being promoted, or loaded by another request
+    MATCHED = "matched"  # a hit is pinned
+    LOADING = "loading"  # the hit is being loaded; its last blocks may still be promoted
+    LOADED = "loaded"  # the hit is on the device, the engine has not run the request yet
+    RUNNING = "running"  # the engine computes the request
+    LEFT = "left"  # the request has ended, with deferred stores
+    ENDED = "ended"  # the request has ended, with nothing to store
 
 
 OVER = (State.LEFT, State.ENDED)
@@ -80,11 +80,11 @@ _IDLE = (State.UNKNOWN, State.LOADED)
 
 @dataclass(eq=False)
 class Requests:
-    """The requests of one scheduler. Owns which live, which have pinned hits, and what is released.
+    """The requests of one scheduler. Owns the live ones, those with pinned hits, and ``released``.
 
     The other attributes are what requests match, load and store with. ``sizes`` are the tokens of a
-    block, by group. A hit ends ``spare_tokens`` before what is found of a request.
-    ``released`` are device blocks that no transfer touches any more, until the engine is told.
+    block, by group. A hit ends ``spare_tokens`` before the end of the blocks that were found.
+    ``released`` are device blocks that no transfer touches any more, to be reported to the engine.
     """
 
     pool: Pool
@@ -115,9 +115,9 @@ class Requests:
 class Request:
     """One request of an engine. Owns its pinned hit, its loads, and how far it is stored.
 
-    Made by ``Scheduler.open``; ends by :meth:`end` or :meth:`leave`. The chain is the engine's and
-    may grow; where its keys become others, what was found for the old ones no longer counts.
-    ``hints`` bound what is loaded and stored; once it is over, the pools are told the rest.
+    Made by ``Scheduler.open``; ends by :meth:`end` or :meth:`leave`. The engine owns the chain,
+    which may grow; if its keys change, a hit for the old keys is void. ``hints`` bound what is
+    loaded and stored; the other hints are applied to the pools when the request has ended.
     """
 
     def __init__(
@@ -132,17 +132,17 @@ class Request:
         self.chain = chain
         self.hints = hints
         self.state = State.UNKNOWN
-        self.loading: set[TransferId] = set()  # its loads in flight
+        self.loading: set[TransferId] = set()  # the request's loads in flight
         self.was_asked = self.is_answered = False
         self.num_storing = 0
-        """Orders to store of it that have not landed."""
+        """Store orders of the request that have not completed."""
         self.tenant = 0
         self._requests = requests
         self.promotion = Promotion() if requests.lower.tiers else None
         self._hit: PinnedHit | None = None
-        self._promised: Match | None = None  # what its load brings
-        self._missed: tuple[int, int, Missing] | None = None  # what was asked, and lacked
-        self._computed = 0  # tokens the engine had when it last asked
+        self._promised: Match | None = None  # the hit being loaded
+        self._missed: tuple[int, int, Missing] | None = None  # the last miss that was explained
+        self._computed = 0  # computed_tokens of the last match
         self.progress = Progress([0] * len(requests.sizes))
         requests.live[self] = None
         if hints is None:
@@ -158,11 +158,11 @@ class Request:
     # -- match ----------------------------------------------------------------------------------
 
     def match(self, *, computed_tokens: int = 0, max_tokens: int | None = None) -> Match:
-        """How many tokens can be had without computing them; pins their slots.
+        """Look up the request: return the tokens that need not be computed, and pin their slots.
 
-        The engine itself has the first ``computed_tokens``. ``max_tokens`` caps the answer (a
-        request must compute at least one token itself). Asking again while nothing changed is
-        cheap. A pinned hit is let go by ``load``, ``end``, ``preempt``, or its deadline.
+        The engine already has the first ``computed_tokens``. ``max_tokens`` caps the answer (a
+        request must compute at least one token itself). Matching again is cheap if nothing changed.
+        The hit stays pinned until ``load``, ``end``, ``preempt``, or its deadline.
         """
         if self.state in OVER:
             raise self._over("matched")
@@ -193,7 +193,7 @@ class Request:
                     return promised
             return Match(MatchState.WAIT, computed_tokens, computed_tokens)
         if not computed_tokens and self.progress.is_outdated:
-            self.progress.renew()  # it has no block, so none from before a reset
+            self.progress.renew()  # the engine has no block of it from before a reset
         num_keys = len(chain)
         covered = num_keys * requests.matcher.hash_tokens
         max_tokens = covered if max_tokens is None else min(max_tokens, covered)
@@ -207,7 +207,7 @@ class Request:
         if missing is None:
             return self._look(chain.keys(), computed_tokens, max_tokens)
         match, missed = self._nothing(computed_tokens), (computed_tokens, max_tokens, missing)
-        if self._missed != missed:  # explained once a question
+        if self._missed != missed:  # the same miss is explained only once
             self._missed = missed
             self._answered_nothing(computed_tokens, max_tokens, missing)
         return match
@@ -224,7 +224,7 @@ class Request:
         return self._answer(hit)
 
     def note_found(self, hit: PinnedHit) -> None:
-        """Tell the log's readers of a hit: all that is in the host of what was asked for."""
+        """Append a hit to the event log, with the host slots that were found."""
         found, promotion = hit.found, self.promotion
         answer = RequestAnswer(
             self,
@@ -249,7 +249,7 @@ class Request:
         missing: Missing | None = None,
         reason: Reason | None = None,
     ) -> None:
-        """Nothing could be had, because of this one block or for this reason."""
+        """Append a miss to the event log, caused by ``missing`` or for ``reason``."""
         counts = (len(self.chain), max_tokens, computed, computed, computed)
         self._answered(RequestAnswer(self, *counts, missing, reason))
 
@@ -275,9 +275,9 @@ class Request:
                 request=self.id,
                 detail=None if g else answer,
             )
-            for pool in requests.lower_pools:  # what it has is of use only where it is read
+            for pool in requests.lower_pools:  # a block there is used when read, not when found
                 pool.log.append(EventKind.LOOKUP, NO_SLOTS, keys, tokens=tokens)
-            if evidence is not None:  # before room is made for it
+            if evidence is not None:  # policies learn of the hint before they evict for the request
                 for pool in (requests.pool, *requests.lower_pools):
                     pool.log.append(EventKind.HINT, keys=keys, detail=evidence)
 
@@ -309,14 +309,14 @@ class Request:
 
     @property
     def waits_below(self) -> bool:
-        """Whether it waits for a tier's answer, or for blocks that come up from one."""
+        """Whether the request waits for a lower tier's answer or for promotions."""
         return self.promotion is not None and bool(self.promotion.waits)
 
     # -- load -----------------------------------------------------------------------------------
 
     @property
     def needed_blocks(self) -> tuple[range, ...]:
-        """By group, the places in its block table that loading its pinned hit fills."""
+        """By group, the positions in the block table that loading the pinned hit fills."""
         hit = self._hit
         if hit is None or not hit.leases:
             return (range(0),) * len(self._requests.sizes)
@@ -324,17 +324,17 @@ class Request:
 
     @property
     def pinned_leases(self) -> list[Lease]:
-        """What its pinned hit claims."""
+        """The leases of the pinned hit."""
         leases = self._hit.leases if self._hit is not None else ()
         return [lease for lease in leases if lease is not None]
 
     def load(self, tables: Sequence[BlockTable], *, in_parts: bool = False) -> tuple[Ordered, ...]:
-        """Order the pinned hit into its device blocks; it goes with the next plan.
+        """Order the load of the pinned hit into device blocks; the next plan carries it.
 
-        ``tables[g]`` is the whole block table of group g, long enough for the hit. Returns what was
-        ordered: hold its device blocks until ``settle`` releases them. Empty if the hit was lost
-        meanwhile (a reset, its deadline, another chain): the tokens must be computed then. Where a
-        window or a chunk leaves a hit unread, the table says ``NO_BLOCK`` until it is computed.
+        ``tables[g]`` is the whole block table of group g, long enough for the hit. It may have
+        ``NO_BLOCK`` where a window or a chunk does not read the hit. Returns the orders: hold their
+        device blocks until ``settle`` releases them. Returns an empty tuple if the hit was lost (by
+        a reset, its deadline, or a changed chain): the engine must compute the tokens.
         """
         requests, hit = self._requests, self._hit
         if len(tables) != len(requests.sizes):
@@ -346,7 +346,7 @@ class Request:
         if self.chain is not hit.found.keys and not hit.is_of(
             self.chain, requests.matcher.hash_tokens
         ):
-            self.expire(hit.deadline)  # it was found for a chain that has become another
+            self.expire(hit.deadline)  # the hit was found for keys that have changed since
             return ()
         found = hit.found
         pieces = [
@@ -364,7 +364,7 @@ class Request:
             requests.hits.began(lease.slots)
             self.loading.add(transfer_id)
             ordered.append(Ordered(g, blocks, transfer_id, found.blocks[g], found.asked[g], self))
-        if not ordered:  # a hit that reads nothing has no landing to wait for
+        if not ordered:  # a hit that reads no block has no transfer to wait for
             self.state = State.LOADED
             return ()
         self._promised = Match(MatchState.HIT, found.host_tokens, found.computed_tokens)
@@ -373,10 +373,10 @@ class Request:
         return tuple(ordered)
 
     def _load_promised(self, table: BlockTable) -> tuple[Ordered, ...]:
-        """Load the hit that ``match`` foresaw, as its blocks come up.
+        """Begin the pipelined load of the hit that ``match`` offered.
 
-        Returns what is ordered by now; more comes with ``Settled.ordered``. The request is loading
-        from now on, unless what was promised is gone.
+        Returns the orders of the first piece; further ones come in ``Settled.ordered``. Returns an
+        empty tuple, and the request is not loading, if the hit was lost meanwhile.
         """
         begun = self._requests.promoter.begin(self, table)
         if begun is None:
@@ -389,7 +389,7 @@ class Request:
         return ordered
 
     def note_loaded(self, num_tokens: int, *, in_parts: bool = False) -> None:
-        """So many tokens are brought to the device for it; it may continue what another left."""
+        """Log a load of ``num_tokens``; take over deferred stores of the conversation, if any."""
         requests = self._requests
         detail = Loaded(self.tenant, in_parts)
         requests.log.append(EventKind.LOAD, tokens=num_tokens, request=self.id, detail=detail)
@@ -398,13 +398,13 @@ class Request:
 
     @property
     def has_more_to_load(self) -> bool:
-        """Whether more pieces of its load may be ordered, as they come up: ``Settled.ordered``."""
+        """Whether ``Settled.ordered`` may still bring pieces of the request's pipelined load."""
         return self.promotion is not None and self._requests.promoter.is_open(self)
 
     def landed(self, flight: InFlight, done: Completion) -> None:
-        """One of its loads has ended, or is overdue; the last of them, or a failure, ends all.
+        """Note that one load completed or is overdue; the last one, or a failure, ends the hit.
 
-        What else it waits for lands on its own.
+        After a failure the other loads complete on their own.
         """
         requests, transfer_id = self._requests, flight.transfer.id
         if transfer_id not in self.loading:
@@ -412,7 +412,7 @@ class Request:
         requests.log.append(EventKind.RESULT, request=self.id, detail=flight)
         self.loading.discard(transfer_id)
         if self.promotion is not None and requests.promoter.note_landed(self, flight):
-            return  # told when all of its pieces have ended
+            return  # the promoter reports the end of all pieces, by end_load
         if not self.loading or flight.reason:
             self.loading.clear()
             promised, self._promised = self._promised, None
@@ -420,24 +420,24 @@ class Request:
             self.end_load(promised, flight.reason, done)
 
     def end_load(self, promised: Match, reason: str, done: Completion) -> None:
-        """Its load has ended, of which so much was promised; ``reason`` says why it failed."""
+        """End the load of the hit ``promised``; ``reason`` says why it failed, if it did."""
         if reason:
             first = self.progress.past = promised.computed_tokens
             done.failed.append(FailedLoad(self, first, promised.to_load, reason))
         else:
             done.loaded.append(self)
-        if self.state is State.LOADING:  # an engine may run it before it has heard of the landing
+        if self.state is State.LOADING:  # the engine may have run the request before this settle
             self.state = State.UNKNOWN if reason else State.LOADED
 
     def came(self) -> None:
-        """Something it waits for has come up from a lower tier, or will not."""
+        """Stop waiting if no question or promotion is pending any more."""
         if not self.waits_below and self.state is State.WAITING:
             self.state = State.UNKNOWN
 
     # -- run and store --------------------------------------------------------------------------
 
     def run(self) -> None:
-        """The engine computes it from now on, in the blocks it has given it."""
+        """Note that the engine computes the request from now on, in its present device blocks."""
         if self.state in OVER:
             raise self._over("run")
         if self.state is not State.RUNNING:
@@ -446,9 +446,9 @@ class Request:
                 self.go_on(self._computed)
 
     def go_on(self, computed_tokens: int) -> None:
-        """If it continues what another request left, it stores both, when it stores.
+        """Take over the deferred stores of the request that this one continues, if there is one.
 
-        Not a request that may not store so much: what the other left would never be stored then.
+        A request whose hints do not let it store that much leaves them to the other.
         """
         requests, progress = self._requests, self.progress
         num_keys = computed_tokens // requests.matcher.hash_tokens
@@ -461,18 +461,18 @@ class Request:
                 rest.request.end_left()
 
     def store(self, tables: Sequence[BlockTable], num_tokens: int) -> tuple[Ordered, ...]:
-        """Order what is new of its first ``num_tokens`` into the pool.
+        """Order stores of the new blocks among the first ``num_tokens``.
 
-        Call it once the compute of these tokens is queued on the device, a last time just before
-        it ends. Whole blocks only; what is stored already, on its way, or finds no room is left
-        out. Returns what was ordered: hold its device blocks until ``settle`` releases them.
+        Call it when the compute of these tokens is queued on the device, a last time just before
+        the request ends. Skips partial blocks, and blocks that are stored, being stored, or find no
+        slot. Returns the orders: hold their device blocks until ``settle`` releases them.
         """
         requests, state = self._requests, self.state
         if state in OVER:
             raise self._over("stored")
         if len(tables) != len(requests.sizes):
             raise wrong_tables(tables, len(requests.sizes))
-        if requests.stores.admission.counts:  # what was asked for before counts before it
+        if requests.stores.admission.counts:  # admission must count all earlier lookups first
             requests.book.drain()
         if state in _IDLE:
             if requests.deferred is None:
@@ -482,20 +482,20 @@ class Request:
         return self._store(tables, num_tokens)
 
     def storable(self, num_tokens: int) -> int:
-        """As many of these tokens as have keys and may be stored."""
+        """Return how many of the first ``num_tokens`` have keys and may be stored."""
         requests = self._requests
         covered = len(self.chain) * requests.matcher.hash_tokens
         return min(num_tokens, covered, self.progress.most_tokens)
 
     def unstored_from(self, num_tokens: int) -> int | None:
-        """From which token on something of so many storable tokens is to be stored, if it is."""
+        """Return the first of ``num_tokens`` storable tokens to store; None if none is new."""
         least = self._requests.least_tokens
         if not self._stores_on(num_tokens) or num_tokens < self.progress.tokens + least:
             return None
         return self.progress.tokens
 
     def _store(self, tables: Sequence[BlockTable], num_tokens: int) -> tuple[Ordered, ...]:
-        """Order what is new of the first ``num_tokens``, as far as they are storable."""
+        """Order stores of the new blocks among the first ``num_tokens``, as far as storable."""
         requests, progress, keys = self._requests, self.progress, self.chain.keys()
         covered = len(keys.array) * requests.matcher.hash_tokens
         num_tokens = min(num_tokens, covered, progress.most_tokens)
@@ -506,7 +506,7 @@ class Request:
         return ordered
 
     def _stores_on(self, num_tokens: int) -> bool:
-        """Whether computed blocks of it may be stored; passes by what was loaded, or never left."""
+        """Return whether computed blocks may be stored; count blocks that need no store as done."""
         requests, progress = self._requests, self.progress
         if progress.is_outdated:
             return False
@@ -517,9 +517,9 @@ class Request:
         return True
 
     def is_worth_storing(self, num_tokens: int) -> bool:
-        """Whether enough of so many computed tokens is new for a store to be worth its cost.
+        """Return whether enough of ``num_tokens`` computed tokens are new to be worth a store call.
 
-        What is not stored while it runs is stored by :meth:`leave`.
+        Blocks not stored while the request runs are stored by :meth:`leave`.
         """
         requests, deferred = self._requests, self._requests.deferred
         step = requests.least_tokens if deferred is None else deferred.step
@@ -527,22 +527,22 @@ class Request:
 
     @property
     def stored_tokens(self) -> int:
-        """Leading tokens that :meth:`store` is done with; bounds may leave it more to do later."""
+        """Leading tokens that :meth:`store` is done with; bounds may postpone the others."""
         return self.progress.tokens
 
-    # -- its ends -------------------------------------------------------------------------------
+    # -- end ------------------------------------------------------------------------------------
 
     def preempt(self) -> None:
-        """The engine took its device blocks away; it may be matched again later."""
+        """Note that the engine took the device blocks away; the request may be matched again."""
         if self.state not in OVER:
             self._drop()
             self.progress.renew()
             self.state = State.UNKNOWN
 
     def end(self) -> None:
-        """It is over (done or aborted). Its stores go on; its hit and loads do not count.
+        """End the request, done or aborted. Ordered stores continue; its hit and loads are dropped.
 
-        What it has left and is not stored yet is not stored any more. Safe to call twice.
+        Its deferred blocks are not stored any more. Safe to call twice.
         """
         state, requests = self.state, self._requests
         if state is State.ENDED:
@@ -557,10 +557,10 @@ class Request:
             self._tell_hints()
 
     def leave(self, num_tokens: int) -> Held:
-        """It is over, with this many tokens computed. What of them is not stored is stored later.
+        """End the request with ``num_tokens`` computed; defer the stores of its unstored blocks.
 
-        Returns device blocks to hold until ``settle`` releases them. One that did not run has
-        computed nothing of its own: it ends.
+        Returns device blocks to hold until ``settle`` releases them. A request that did not run
+        has computed nothing, so it ends without deferred stores.
         """
         if self.state in OVER:
             return ()
@@ -580,10 +580,10 @@ class Request:
         return held
 
     def _defer(self, num_tokens: int, deferred: DeferredStores) -> Held | None:
-        """See to what of so many computed tokens is not stored; None if that is nothing.
+        """Defer stores of unstored blocks among ``num_tokens``; None if there are none.
 
-        A short rest waits for the next turn, others are held. Where blocks are given up while a
-        request runs there is no waiting at all: what is left is stored at once.
+        Few tokens wait for the next turn without holding device blocks; more are held. If
+        blocks are freed while a request runs, nothing is deferred: the rest is stored at once.
         """
         requests, progress, chain = self._requests, self.progress, self.chain
         storable = self.storable(num_tokens)
@@ -608,7 +608,7 @@ class Request:
         return held
 
     def store_left(self, rest: Deferred, deferred: DeferredStores) -> tuple[Ordered, ...]:
-        """Order what it has left, as far as the bounds allow."""
+        """Order the deferred stores of the request, as far as the bounds allow."""
         tables = rest.tables
         if tables is None:
             from_token = self.unstored_from(rest.num_tokens)
@@ -618,15 +618,15 @@ class Request:
         return self._store(tables, rest.num_tokens)
 
     def end_left(self) -> None:
-        """Nothing of what it left is to be stored any more."""
+        """End the request for good: no deferred store remains."""
         requests = self._requests
         self.state = State.ENDED
         del requests.live[self]
 
     def forget(self) -> None:
-        """Everything stored was forgotten: so was its hit, and what it has computed is of before.
+        """Drop the hit after a reset, and store no block that was computed before the reset.
 
-        A load under way keeps what it was promised; of one in pieces, what was ordered.
+        A load in flight keeps its blocks; a pipelined load keeps the pieces already ordered.
         """
         self._let_go()
         if self.state in (State.MATCHED, State.WAITING) and not self.waits_below:
@@ -634,11 +634,11 @@ class Request:
         self.progress.is_outdated = True
 
     def expire(self, now: float) -> bool:
-        """Let go of its hit if that was left alone for too long, as if never asked for."""
+        """Release the pinned hit if its deadline has passed; return whether it had."""
         if self._hit is None or self._hit.deadline > now:
             return False
         self._let_go()
-        if self.state is not State.RUNNING:  # what it found was not worth loading, or not wanted
+        if self.state is not State.RUNNING:  # a running request had a declined or unwanted hit
             self.state = State.UNKNOWN
         return True
 
@@ -646,7 +646,7 @@ class Request:
         requests = self._requests
         self._let_go()
         if self.loading:
-            for transfer in requests.transfers.cancel_loads(self):  # which no rank has heard of
+            for transfer in requests.transfers.cancel_loads(self):  # not sent to any rank yet
                 requests.hits.ended(transfer.src_slots)
                 requests.released.append(DeviceBlocks(transfer.group, transfer.dst_slots))
             self.loading.clear()
@@ -669,14 +669,14 @@ class Request:
     # -- hints ----------------------------------------------------------------------------------
 
     def _tell_hints(self) -> None:
-        """It is over: its hints apply from now on, or as soon as its last store has landed."""
+        """Apply the hints of the ended request now, or when its last store completes."""
         self._ended_at = self._requests.clock()
         if not self.num_storing:
             assert self.hints is not None
             self._tell_pools(self.hints)
 
     def stored(self) -> None:
-        """One of its stores has landed: its hints apply to that as well, once it is over."""
+        """Note that a store completed; after the last one, apply an ended request's hints."""
         self.num_storing -= 1
         if self.hints is not None and not self.num_storing and self.state in OVER:
             self._tell_pools(self.hints.after(self._requests.clock() - self._ended_at))
@@ -692,9 +692,9 @@ class Request:
 
     @property
     def _is_nowhere(self) -> bool:
-        """Whether its first block is not here, so that nothing of it is; False if that is unknown.
+        """Whether the request's first block is not cached, so none is; False if that is unknown.
 
-        Most turns end where nothing of them is stored yet, and to name all their blocks takes long.
+        Most turns end before any of their blocks is stored, and naming all the blocks takes long.
         """
         requests, num_keys = self._requests, len(self.chain)
         if len(requests.sizes) > 1:
@@ -708,9 +708,9 @@ class Request:
 
 @dataclass(frozen=True)
 class FailedLoad:
-    """A load that did not bring its bytes: the request must compute these tokens.
+    """A failed load: the request must compute ``num_tokens`` from ``first_token`` on.
 
-    Into other device blocks: a slow rank may write to the ones it named until they are released.
+    Compute into other device blocks: a slow rank may write to these ones until they are released.
     """
 
     request: Request
@@ -721,7 +721,7 @@ class FailedLoad:
 
 @dataclass
 class Completion:
-    """Collects which requests were loaded or failed in one ``settle``, and what loads brought."""
+    """Collects the requests that one ``settle`` loaded or failed, and its loads' bytes and time."""
 
     loaded: list[Request] = field(default_factory=list)
     failed: list[FailedLoad] = field(default_factory=list)

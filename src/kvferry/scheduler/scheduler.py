@@ -1,11 +1,11 @@
-"""The scheduler half: requests, plans, completions. Decides which blocks move; touches no byte.
+"""The scheduler half: requests, plans, completions. Decides which blocks move; touches no bytes.
 
 ::
 
     open ──> Request: match -> load  \\
                              store /  plan => workers => settle
 
-The engine speaks in tokens and hands over block tables; which blocks move follows from the groups.
+The engine passes token counts and block tables; the groups determine which blocks move.
 """
 
 from __future__ import annotations
@@ -64,27 +64,26 @@ from kvferry.types import (
 log = logging.getLogger("kvferry")
 
 _MANY_EVENTS = 64
-"""Records that may wait for the bookkeeper while the engine is busy: about a millisecond."""
+"""Unread event log records at which a busy engine drains them, too: about a millisecond."""
 
 LEARNED_FILE = "learned-policy"
-"""In the first directory of the disk tier."""
+"""File name of the eviction policy's learned state, in the first directory of the disk tier."""
 
 LEARNED_SECONDS = 1.0
-"""How long that drive may take to read or write what a policy has learned."""
+"""Seconds the drive may take to read or write that file."""
 
 _CLOSED = "this scheduler is closed"
 
 
 @dataclass(frozen=True)
 class Settled:
-    """What changed by the receipts just taken.
+    """The result of one ``settle``: what changed for the engine.
 
-    ``loaded`` requests may run. ``failed`` ones must compute what they hoped to load. ``released``
+    ``loaded`` requests may run. ``failed`` ones must compute what they meant to load. ``released``
     device blocks are touched by no transfer any more: drop the hold taken when ``load``, ``store``
-    or ``leave`` returned them (one hold per mention). ``landed`` are all transfers that ended.
-    ``expired`` requests left their hit alone for too long: it is let go, as if never asked for.
-    ``ordered`` are further pieces of loads whose blocks still come up: hold their device blocks, as
-    when ``load`` returned the first.
+    or ``leave`` returned them (one hold per mention). ``landed`` are all completed transfers.
+    ``expired`` requests did not load their hit by its deadline: the hit was released. ``ordered``
+    are further pieces of pipelined loads: hold their device blocks, as for ``load``.
     """
 
     loaded: tuple[Request, ...] = ()
@@ -124,14 +123,13 @@ class Scheduler:
     ) -> None:
         """Serve an engine whose layers form ``groups``, from the host slots in ``pool``.
 
-        ``hash_block_tokens`` is what one key of a request's chain covers (default: the smallest
-        block). ``num_device_blocks`` lets the bounds on loads and stores follow the device's size,
-        ``block_bytes`` (of one device block, per group) lets bytes in flight and load times be
-        known. A hit ends ``spare_tokens`` early: the last block of a draft model's layers depends
-        on the token behind it. ``tiers`` lie below the host. ``joins_loads`` says that the engine
-        shares device blocks between requests: a second request that wants a block being loaded
-        waits and loads nothing. With ``loads_early`` a hit's last blocks may still come up when it
-        is answered: see ``Settled.ordered``. ``engine`` lets requests that end be stored late.
+        ``hash_block_tokens`` are the tokens of one key of a chain (default: the smallest block).
+        Bounds on loads and stores follow ``num_device_blocks``. ``block_bytes`` (of one device
+        block, by group) are needed to know bytes in flight and load times. A hit ends
+        ``spare_tokens`` early: the last block of a draft model's layers depends on the next token.
+        ``tiers`` are the lower tiers. ``joins_loads``: the engine shares device blocks between
+        requests, so a second request for a block being loaded waits for that load. ``loads_early``
+        allows pipelined loads: see ``Settled.ordered``. ``engine`` allows deferred stores.
         """
         shape = EngineShape(
             groups=tuple(groups),
@@ -148,7 +146,7 @@ class Scheduler:
         self.pool = pool
         self.groups = shape.groups
         self.epoch = 0
-        """0 until everything is forgotten, then another number that no other life ever had."""
+        """0 until the first :meth:`reset`; each reset sets a new number that was never used."""
         self._num_resets = 0
         self._learned: Path | None = None
         self._clock = clock
@@ -168,12 +166,12 @@ class Scheduler:
             config,
             piece_slots=lower.piece_slots,
         )
-        """Copies blocks down; while the engine is idle, all that only the host holds."""
+        """Copies blocks to lower tiers; flushes blocks that only the host holds while idle."""
         self._pools = (pool, *lower.pools.values())
         for each in self._pools:
             each.eviction.pins.bound(config.pin_share)
         self.matcher = matcher = Matcher(shape.groups, pool, lower, shape.hash_tokens)
-        self.stores = Stores(matcher, pool, transfers, config, shape)
+        self.stores = Stores(matcher, pool, transfers, config, shape, clock)
         self.hits = hits = Hits(matcher, pool, transfers, config, shape, clock, worth)
         self._tenants = _divided(config.tenants, pool, lower) if config.tenants else None
         self.has_tenants = self._tenants is not None
@@ -207,10 +205,10 @@ class Scheduler:
             clock=clock,
         )
         self.control = Control(pool, matcher, lower, promoter, requests.live, clock)
-        """Acts on blocks by their keys."""
+        """Carries out actions on blocks by their keys."""
         entries = self.book.entries
         self.onlooker = Onlooker(self._snapshot, entries.get, partial(tuple, entries))
-        """What other threads may read."""
+        """Counters and journal, for other threads to read."""
 
     # -- requests -------------------------------------------------------------------------------
 
@@ -222,12 +220,11 @@ class Scheduler:
         *,
         unheeded: str = "",
     ) -> Request:
-        """Open a request; its verbs are those of :class:`Request`, until it ends.
+        """Open a request; call the methods of :class:`Request` until it ends.
 
-        ``chain`` names its blocks and may grow. Names are for people: two live requests may have
-        the same, and are told apart all the same. ``unheeded`` says why some hints that came with
-        it are not among ``hints``. Raises what a reader of the event log, such as the eviction
-        policy, has raised since the last call.
+        ``chain`` has the keys of its blocks and may grow. ``request_id`` is for people and need not
+        be unique. ``unheeded`` says why some of the client's hints are not among ``hints``. Raises
+        what an event log reader, such as the eviction policy, has raised since the last call.
         """
         if self._closed:
             raise ClosedError(_CLOSED)
@@ -242,10 +239,10 @@ class Scheduler:
         return Request(request_id, chain, self._requests, hints, unheeded)
 
     def prefetch(self, request: Request) -> None:
-        """This request waits in the engine's queue: bring up what tiers have of it, meanwhile.
+        """Prefetch the blocks of a request that waits in the engine's queue, from the next plan on.
 
-        Within a share of the host, and no sooner than the next plan. What came up and is not asked
-        for in time is evicted first.
+        Prefetches take at most a share of the host's slots. Blocks that are not matched in time are
+        evicted first.
         """
         self.control.prefetch_queued(request)
 
@@ -254,29 +251,31 @@ class Scheduler:
 
     @property
     def requests(self) -> tuple[Request, ...]:
-        """Those that have not ended, and those that have and left something to be stored."""
+        """Requests that have not ended, and ended ones with deferred stores."""
         return tuple(self._requests.live)
 
     @property
     def many_events_wait(self) -> bool:
-        """Whether so many records wait that their readers must catch up in a busy engine too."""
+        """Whether so many records are unread that a busy engine, too, must drain them."""
         return len(self.book.events) > _MANY_EVENTS
 
     def drain_events(self) -> None:
-        """Let all readers of the event log catch up, while the engine waits for nothing of them."""
+        """Let all event log readers read their records; call it when the engine has time."""
         self.book.drain()
         for pool in self._pools:
             pool.catch_up()
 
-    # -- stores that no running request orders --------------------------------------------------
+    # -- deferred stores ------------------------------------------------------------------------
 
     def store_left(self, *, is_idle: bool = False) -> list[Ordered]:
-        """Order what ended requests left and what is due by now; all of it if nothing else runs.
+        """Order the deferred stores of ended requests that are due; all of them if ``is_idle``.
 
-        Call it every step. Returns what was ordered: hold its device blocks until ``settle``
-        releases them.
+        Call it every step. Returns the orders: hold their device blocks until ``settle`` releases
+        them.
         """
         deferred, requests = self.deferred, self._requests
+        if deferred is not None and self.pool.num_ready < self.pool.num_slots:
+            self.stores.waits_for_slots = not deferred.is_short
         due = deferred.take_due(is_idle=is_idle) if deferred is not None else ()
         if deferred is None or not due:
             return []
@@ -292,16 +291,16 @@ class Scheduler:
             request.end_left()
         return ordered
 
-    # -- what the engine tells ------------------------------------------------------------------
+    # -- reports from the engine ----------------------------------------------------------------
 
     def note_prefill(self, num_tokens: int, seconds: float) -> None:
-        """The engine computed this many prompt tokens in this time; load-or-compute learns it."""
+        """Note that the engine computed ``num_tokens`` prompt tokens in ``seconds``."""
         self.hits.worth.note_prefill(num_tokens, seconds)
 
     def note_ready(self, rank: Rank, num_slots: int) -> None:
-        """The first ``num_slots`` host slots of a rank can be used.
+        """Note that the first ``num_slots`` host slots of a rank can be used.
 
-        A slot is given out once every rank has said so: its bytes are spread over all of them.
+        A slot is used once it is ready on every rank: its bytes are spread over all of them.
         """
         ready = self._ready
         if not 0 <= rank < len(ready):
@@ -309,20 +308,22 @@ class Scheduler:
         if num_slots > ready[rank]:
             ready[rank] = num_slots
             self.pool.grow(min(*ready, self.pool.num_slots))
+            self.stores.note_ready()
 
     def note_health(self, health: Health) -> None:
-        """A tier went away on a rank, or came back: it is used while it can be on every rank.
+        """Note that a tier became unavailable, or available again, on one rank.
 
-        Requests wait for one that is away no longer than to the next ``settle``.
+        It is used only while available on all ranks. Requests stop waiting for it by ``settle``.
         """
         self.lower.note_health(health)
+        self.writeback.note_health(health.tier)
 
     # -- plan and settle --------------------------------------------------------------------------
 
     def plan(self) -> Plan:
-        """Everything ordered since the last plan, loads first; hand it to every rank's worker.
+        """Return all orders since the last plan, loads first; pass it to every rank's worker.
 
-        The readers of the event log wait until an engine has time for :meth:`drain_events`.
+        Does not drain the event log: call :meth:`drain_events` when the engine has time.
         """
         if self._closed:
             raise ClosedError(_CLOSED)
@@ -332,21 +333,21 @@ class Scheduler:
         return plan
 
     def _order_for_tiers(self) -> None:
-        """Order prefetches and writebacks; what a policy raises there is not the plan's fault."""
+        """Order prefetches and writebacks; keep exceptions for :meth:`open` to raise."""
         try:
             if self.control.has_prefetches:
                 self.control.advance()
-            if self.writeback.counts_requests:  # what was asked for before this counts before it
+            if self.writeback.counts_requests:  # admission must count all earlier lookups first
                 self.book.drain()
             self.writeback.spill()
         except Exception as error:
             self.book.failure = self.book.failure or error
 
     def settle(self, receipts: Iterable[Receipt] = (), *, looks: bool = True) -> Settled:
-        """Take the ranks' receipts and check the deadlines; returns what changed for the engine.
+        """Take the ranks' receipts and check the deadlines; return what changed for the engine.
 
-        With ``looks`` false deadlines are not checked: for an engine that knows that its ranks
-        could not answer for a while.
+        Pass ``looks=False`` to skip the check of transfer deadlines, if the engine knows that its
+        ranks could not answer for a while.
         """
         if self._closed:
             raise ClosedError(_CLOSED)
@@ -360,28 +361,27 @@ class Scheduler:
         return self._complete(landed, overdue, now)
 
     def disown(self, request: Request) -> None:
-        """Let nothing be found of what was ordered to be stored of a request.
+        """Make all ordered stores of a request unmatchable, in flight or not.
 
-        For a caller that cannot say when its device blocks may be written again.
+        Call it when the device blocks may be overwritten before the stores complete.
         """
         dropped, _ = self.transfers.disown(request)
         request.num_storing -= len(dropped)
 
-    def take_back(self) -> tuple[list[DeviceBlocks], list[DeviceBlocks]]:
-        """Let nothing be found of any store: the engine takes their device blocks back at once.
+    def take_back(self) -> list[DeviceBlocks]:
+        """Make all stores unmatchable, so that the engine can take their device blocks back now.
 
-        Returns those to release now and never again, and those to release now that
-        :meth:`settle` will name once more.
+        Returns the blocks to release; :meth:`settle` does not report them any more.
         """
-        dropped, flying = self.transfers.disown()
-        queued = [DeviceBlocks(group, order.device_blocks) for group, order in dropped]
+        dropped, released = self.transfers.disown()
+        released += [DeviceBlocks(group, order.device_blocks) for group, order in dropped]
         for _, order in dropped:
             if order.request is not None:
                 order.request.num_storing -= 1
         for rest in self.deferred.take_all() if self.deferred is not None else ():
             rest.request.end_left()
-            queued += rest.held
-        return queued, flying
+            released += rest.held
+        return released
 
     def _complete(
         self, landed: Sequence[InFlight], overdue: Sequence[InFlight], now: float
@@ -426,7 +426,8 @@ class Scheduler:
             if not flight.overdue:
                 self._loaded(flight, done)
         else:
-            requests.released.append(DeviceBlocks(transfer.group, transfer.src_slots))
+            if not flight.taken_back:
+                requests.released.append(DeviceBlocks(transfer.group, transfer.src_slots))
             for request in flight.served:
                 self.pool.log.append(EventKind.RESULT, request=request.id, detail=flight)
                 request.stored()
@@ -434,7 +435,7 @@ class Scheduler:
                 self._write_through(flight, transfer.group)
 
     def _loaded(self, flight: InFlight, done: Completion) -> None:
-        """A load has ended, or is overdue: its request waits for it no longer."""
+        """End the wait of a request for a load that completed or is overdue."""
         if self.hits.joins_loads:
             for lease in flight.leases:
                 self.hits.ended(lease.slots)
@@ -448,7 +449,7 @@ class Scheduler:
         self._came(flight)
 
     def _came(self, flight: InFlight) -> None:
-        """What comes from below has come, or will not in time: tell all that wait for it."""
+        """Notify the requests and prefetches that wait for a promotion or an answer of a tier."""
         callers: tuple[Request | Prefetch, ...] = (
             *self._requests.live,
             *self.control.prefetches,
@@ -462,7 +463,7 @@ class Scheduler:
                     caller.came()
 
     def _give_up(self, flight: InFlight, done: Completion) -> None:
-        """It is overdue: no request waits for it any longer. What it claims stays claimed."""
+        """Let no request wait for an overdue transfer; its slots stay leased until it completes."""
         transfer = flight.transfer
         if isinstance(transfer, Question):
             self._moved(flight)
@@ -484,16 +485,16 @@ class Scheduler:
     def reset(self, *, is_kept: bool = True) -> None:
         """Forget every block on every tier, at once. Transfers in flight end harmlessly.
 
-        A request keeps the blocks it has or was promised, but nothing of it is stored until it has
-        been preempted: they may stem from weights that are no more. The engine must forget its own
-        prefix cache too: what it still finds there is taken for new. Unless
-        ``is_kept``, what is stored from now on serves this server alone: say so where the weights
-        are others than those that the namespace names.
+        A live request keeps its device blocks and loads in flight, which may be of old weights. So
+        none of its blocks are stored until it is preempted. Reset the engine's own prefix cache,
+        too: blocks that it still finds there would be stored as new. Pass ``is_kept=False`` if the
+        weights are not those that the namespace names: blocks stored from now on then serve only
+        this server.
         """
         if self._closed:
             raise ClosedError(_CLOSED)
         requests = self._requests
-        self.drain_events()  # misses are explained by what was true until now
+        self.drain_events()  # earlier misses must be explained by the state before the reset
         if self.deferred is not None:
             for rest in self.deferred.take_all():
                 requests.released.extend(rest.held)
@@ -523,7 +524,7 @@ class Scheduler:
             self._closed = True
 
     def watch_requests(self) -> None:
-        """Record requests, and know what was learned before, if the settings say so."""
+        """Start recording requests and restore the learned eviction policy, as configured."""
         for folder in self._config.disk[:1]:
             self._learned = Path(folder) / LEARNED_FILE
             self._restore_learned(self._learned)
@@ -553,11 +554,11 @@ class Scheduler:
 
     @property
     def num_in_flight(self) -> int:
-        """Transfers handed out whose receipts are not all here yet."""
+        """Transfers in a plan whose receipts have not all arrived."""
         return len(self.transfers.in_flight)
 
     def take_released(self) -> tuple[DeviceBlocks, ...]:
-        """Device blocks that no transfer touches any more, without waiting for ``settle``."""
+        """Return the device blocks that no transfer touches any more, ahead of ``settle``."""
         released = self._requests.released
         if not released:
             return ()
@@ -570,22 +571,22 @@ class Scheduler:
         return self.transfers.num_queued
 
     def explain(self, request_id: RequestId) -> Explanation | None:
-        """Why a request got no more than it did, as of its last lookup; None if too long ago."""
+        """Return the hit and miss reason of a request's last lookup; None if it is too long ago."""
         entry = self.journal(request_id)
         return entry.explanation if entry is not None else None
 
     def journal(self, request_id: RequestId) -> Entry | None:
-        """What is remembered of a request, its transfers too; None if too long ago."""
+        """Return what is remembered of a request and its transfers; None if it is too long ago."""
         self.book.drain()
         return self.book.entries.get(request_id)
 
     def recent(self) -> tuple[RequestId, ...]:
-        """The requests still remembered, the latest last."""
+        """Return the requests in the journal, the latest last."""
         self.book.drain()
         return tuple(self.book.entries)
 
     def stats(self) -> SchedulerStats:
-        """A snapshot of everything counted so far."""
+        """Return a snapshot of all counters."""
         self.book.drain()
         return self._snapshot()
 
@@ -633,9 +634,9 @@ class Scheduler:
         )
 
     def check_integrity(self) -> None:
-        """Prove the bookkeeping, the pools' included; raises IntegrityError.
+        """Check the invariants of the pools and of leases; raise IntegrityError if one is broken.
 
-        Every lease is one of a pinned hit or of a transfer, or its slots would stay claimed.
+        Every lease must belong to a pinned hit or a transfer, or its slots would stay leased.
         """
         held = list(self.transfers.leases())
         for request in self._requests.pinned:

@@ -1,4 +1,4 @@
-"""Which computed blocks are stored, and when."""
+"""Stores: which computed blocks are stored, and when; deferred stores of ended requests."""
 
 from __future__ import annotations
 
@@ -28,24 +28,23 @@ from kvferry.scheduler.transfers import (
 from kvferry.types import NO_SLOT, DeviceBlocks
 
 _SHARE, _LEAST_BLOCKS = 1 / 4, 64
-"""Of the device's blocks: so many may be in the hands of stores, where no setting says how many.
-
-A quarter of a small device would leave most of a request unstored."""
+"""Share of the device's blocks that stores may occupy at once, and the least such bound in blocks,
+if no setting bounds them. A quarter of a small device would leave most of a request unstored."""
 
 
 NEVER = 1 << 60
-"""Tokens: more than any request has."""
+"""A number of tokens that no request reaches."""
 
 
 @dataclass(eq=False, slots=True)
 class Progress:
-    """What of one request needs no more storing. Owns that count; the blocks are the engine's.
+    """How far one request is stored. Owns the counts; the engine owns the blocks.
 
-    ``stored`` are the blocks that are done with, by group, and ``tokens`` the leading tokens that
-    are done with in every group. ``past`` tokens it had, on the device or stored, when it came.
-    ``since``: from there on count the tokens that make storing worth a call. One that
-    ``is_outdated`` has device blocks from before a reset: nothing of them is stored. At most
-    ``most_tokens`` are ever stored.
+    ``stored`` counts the leading blocks that are done (need no store any more), by group.
+    ``tokens`` are the leading tokens that are done in every group. ``past`` leading tokens were on
+    the device or in the host when the request arrived. Tokens after ``since`` count towards the
+    next store call. ``is_outdated``: the device blocks are from before a reset, so none is stored.
+    At most ``most_tokens`` are ever stored.
     """
 
     stored: list[int]
@@ -57,15 +56,15 @@ class Progress:
 
     @property
     def next_from(self) -> int:
-        """``since``; never worth another call, once all that may be is stored."""
+        """``since``, or ``NEVER`` once all tokens that may be stored are."""
         return NEVER if self.tokens >= self.most_tokens else self.since
 
     def begin_at(self, num_tokens: int) -> None:
-        """It has these tokens without computing them."""
+        """Note that the request has its first ``num_tokens`` without computing them."""
         self.past = self.since = num_tokens
 
     def renew(self) -> None:
-        """It starts from nothing: what a reset said about its blocks no longer counts."""
+        """Start over without device blocks: after a reset, new blocks may be stored again."""
         self.since = 0
         if self.is_outdated:
             self.is_outdated = False
@@ -73,7 +72,7 @@ class Progress:
             self.tokens = 0
 
     def go_on(self, other: Progress) -> None:
-        """It continues where another request ended, and stores what that one has left."""
+        """Continue after an ended request, and take over its deferred stores."""
         self.stored = list(other.stored)
         self.tokens = other.tokens
         self.past = other.past
@@ -84,8 +83,9 @@ class Progress:
 class Stores:
     """Turns computed blocks into store orders. Owns admission and the bounds on stores.
 
-    Stores are the first to wait: while the bounds are reached nothing is ordered, and a request
-    asks again in its next step.
+    While a bound is reached no store is ordered, and the request tries again in its next step.
+    Stores also wait while host memory is being made ready: otherwise a new server would keep only
+    the first few blocks of its first prompt.
     """
 
     def __init__(
@@ -95,10 +95,15 @@ class Stores:
         transfers: Transfers,
         config: Config,
         shape: EngineShape,
+        clock: Callable[[], float],
     ) -> None:
         self.admission = SeenOften(config.store_threshold, num_keys=pool.num_slots)
         self.num_shed = 0
-        self._was_cut = False  # by the bounds, the last store
+        self.waits_for_slots = False
+        """Whether stores may wait for host memory that is still being made ready."""
+        self._slots_due: float | None = None  # end of that wait; None: no store has waited yet
+        self._clock = clock
+        self._was_cut = False  # whether the bounds cut the last store short
         self._matcher = matcher
         self._pool = pool
         self._transfers = transfers
@@ -116,11 +121,11 @@ class Stores:
         tables: Sequence[BlockTable],
         num_tokens: int,
     ) -> tuple[Ordered, ...]:
-        """Order the whole blocks below ``num_tokens`` after the ``stored`` ones of each group.
+        """Order each group's whole blocks after its ``stored`` ones, up to ``num_tokens``.
 
-        ``stored`` is moved on. Of one group as many go as the bounds allow. Several groups go
-        whole, or wait while a bound is reached: a part of each would serve no request. A table that
-        will not do is refused before anything is claimed.
+        Advances ``stored``. A single group stores as many blocks as the bounds allow. Several
+        groups store all of their blocks, or none while a bound is reached: a part of each would
+        serve no request. A bad block table raises InputError before any slot is reserved.
         """
         parts = []
         for g, group in enumerate(self._matcher.groups):
@@ -133,7 +138,7 @@ class Stores:
                     )
                 parts.append((g, todo, checked_blocks(g, tables[g], todo)))
         self._was_cut = False
-        if len(stored) > 1 and self._is_busy and not all(self._room(g) for g, _, _ in parts):
+        if len(stored) > 1 and self._must_wait(parts):
             self._was_cut = True
             self.num_shed += 1
             return ()
@@ -173,7 +178,7 @@ class Stores:
                     stored[g] = count
 
     def _fitting(self, g: int, slot_keys: Keys) -> int:
-        """How many of these, from the first on, the bounds allow; what is kept takes no room."""
+        """Return how many leading blocks the bounds allow; blocks already in the host are free."""
         room, new = self._room(g), np.flatnonzero(~self._pool.known(slot_keys))
         return len(slot_keys.array) if len(new) <= room else int(new[room])
 
@@ -191,7 +196,7 @@ class Stores:
         wanted = self._wanted(g, todo, blocks, slot_keys)
         asked, chosen, found = slot_keys, None, None
         if np.count_nonzero(wanted) < len(wanted):
-            if chained:  # what follows a block left out could never be reached
+            if chained:  # blocks behind a skipped one could never be reached
                 found = self._pool.find(slot_keys)
                 wanted = np.logical_and.accumulate(wanted | (found != NO_SLOT))
             chosen = np.flatnonzero(wanted)
@@ -199,7 +204,7 @@ class Stores:
             found = None if found is None else found[chosen]
         parent = matcher.names[g].before(keys, todo.start) if chained and todo.start else None
         if parent is not None and not matcher.has(parent):
-            return None  # the same, and it would push out what can be reached
+            return None  # unreachable, too, and storing would evict blocks that can be reached
         lease = self._pool.reserve(
             asked,
             parent=parent,
@@ -220,7 +225,7 @@ class Stores:
     def _wanted(
         self, g: int, todo: range, blocks: npt.NDArray[np.int64], slot_keys: Keys
     ) -> npt.NDArray[np.bool_]:
-        """Which of these blocks are there, worth storing, and were asked for often enough."""
+        """Return which blocks the engine has, a hit can read, and admission lets in."""
         wanted = blocks != NO_BLOCK
         if not self._matcher.is_full:
             wanted &= self._matcher.worth_storing(g, todo)
@@ -232,15 +237,21 @@ class Stores:
 
     @property
     def is_full(self) -> bool:
-        """Whether the bounds cut the last store short, and copies under way will make room."""
-        return self._was_cut and self._is_busy
+        """Whether the bounds cut the last store short, and completions or new slots make room."""
+        return self._was_cut and (self._is_busy or self._grows())
+
+    def _must_wait(self, parts: Sequence[tuple[int, range, Any]]) -> bool:
+        """Return whether a store of these parts of several groups must wait for room."""
+        if self._grows():
+            return sum(len(todo) for _, todo, _ in parts) > self._pool.num_free
+        return self._is_busy and not all(self._room(g) for g, _, _ in parts)
 
     @property
     def _is_busy(self) -> bool:
         return self._transfers.blocks_from_device > 0 or self._transfers.num_bytes > 0
 
     def _room(self, g: int) -> int:
-        """How many blocks of this group may be ordered now without passing the bounds."""
+        """Return how many blocks of this group may be ordered now within the bounds."""
         room = NEVER
         if self._max_blocks is not None:
             room = self._max_blocks - self._transfers.blocks_from_device
@@ -248,40 +259,59 @@ class Stores:
             transfers = self._transfers
             num_bytes = transfers.bytes_to_device + transfers.bytes_from_device
             room = min(room, (self._max_bytes - num_bytes) // self._block_bytes[g])
+        if self._grows():
+            room = min(room, self._pool.num_free)
         return max(0, room)
 
+    def note_ready(self) -> None:
+        """Note that more host slots became ready, so more may follow: extend the wait for them."""
+        if self._slots_due is not None:
+            self._slots_due = self._clock() + SLOTS_SECONDS
 
-# -- stores of what ended requests left ---------------------------------------------------------
+    def _grows(self) -> bool:
+        """Return whether stores wait for host slots to become ready; the wait is bounded."""
+        pool = self._pool
+        if pool.num_ready == pool.num_slots or not self.waits_for_slots:
+            return False
+        if self._slots_due is None:
+            self._slots_due = self._clock() + SLOTS_SECONDS
+        return self._clock() < self._slots_due
+
+
+# -- deferred stores of ended requests ----------------------------------------------------------
+
+SLOTS_SECONDS = 1.0
+"""Seconds that stores wait for the next slots of host memory that is being made ready."""
 
 WAIT_SECONDS = 2.0
-"""How long a short rest waits for the next turn: programs that call tools answer as fast."""
+"""Seconds that a few unstored tokens wait for the next turn: agents that call tools are as fast."""
 
 SOON_SECONDS = 0.02
-"""How long others wait: until the requests that took their place are on their way."""
+"""Seconds that held blocks wait: until the requests that replaced theirs are being computed."""
 
 STORE_TOKENS = 4096
-"""A running request is stored when it has this many more tokens, and when it ends. Meanwhile only a
-preemption takes its blocks."""
+"""New tokens after which a running request is stored; the rest is stored when it ends. Until then
+only a preemption takes its device blocks."""
 
 _HURRY = 8
-"""Where the engine evicts, it may preempt as well: so many times as often."""
+"""How many times as often running requests are stored while the engine evicts: it may preempt."""
 
 _PER_STEP = 2
-"""So many that have waited long enough are stored beside a model that runs."""
+"""Requests stored per step of a busy engine, once they have waited ``WAIT_SECONDS``."""
 
 _MOST_WAITING = 64
-"""So many wait for a next turn."""
+"""Deferred requests that may wait for a next turn; the oldest beyond that are stored."""
 
 _HELD_SHARE = 8
-"""At most one in so many device blocks is held."""
+"""1/8 of the device's blocks: with fewer free or more held, held blocks are stored at once."""
 
 
 @dataclass(frozen=True, eq=False)
 class Deferred:
-    """What one ended request leaves: its blocks below ``num_tokens`` that are not stored.
+    """The deferred store of one ended request: its unstored blocks below ``num_tokens``.
 
-    ``key`` is that of the last of them, which covers all tokens before it. ``tables`` name the
-    blocks where they are ``held``; else they are looked for when they are stored.
+    ``key`` is the last block's, which covers all tokens before it. ``tables`` are given if the
+    device blocks are ``held``; otherwise the engine is asked for them at the store.
     """
 
     request: Any
@@ -293,19 +323,18 @@ class Deferred:
 
 
 class DeferredStores:
-    """What ended requests have not stored yet, until there is a good moment for it.
+    """The deferred stores of ended requests. Owns when they are due; not requests, nor blocks.
 
     ::
 
-        ended ──┬─> waits for the next turn ──┬─> it comes: that request stores both at once
-                │   (while the engine evicts  └─> the engine rests or evicts, or a while has passed:
-                │    nothing)                     stored
-                └─> held on the device ─────────> stored as soon as others are on their way
+        ended ──┬─> waits for the next turn ──┬─> it arrives: its request stores both at once
+                │   (few unstored tokens, the └─> the engine is idle or evicts, or 2 s have passed:
+                │    engine evicts nothing)       stored
+                └─> held on the device ─────────> stored 20 ms later, when others are being computed
 
-    Every store costs the scheduler the same, however few blocks it has. So a short rest of a turn
-    waits for the next turn, and nothing holds its blocks: they are looked for by content. Where the
-    engine evicts, blocks go too fast for that. Requests end themselves; the blocks are the
-    engine's.
+    Every store costs the scheduler the same, however few blocks it has. So a few unstored tokens
+    wait for the next turn without holding device blocks: the engine's cache still finds those by
+    content. While the engine evicts, it would lose them too soon.
     """
 
     def __init__(
@@ -317,9 +346,9 @@ class DeferredStores:
         num_device_blocks: int,
         clock: Callable[[], float],
     ) -> None:
-        """``is_full`` says that no block is given up while its request runs.
+        """``is_full``: all groups are full attention, so none frees a block while its request runs.
 
-        A window may pass a block before its turn comes: such requests store block by block.
+        A window may free a block before a deferred store: other models store block by block.
         """
         self.engine = engine
         self.stores_late = is_full
@@ -330,17 +359,23 @@ class DeferredStores:
         self._clock = clock
         self._rests: list[Deferred] = []  # the oldest first
         self.num_held = 0
-        """How many of them hold device blocks, which the engine may need any time."""
+        """Deferred stores that hold device blocks, which the engine may need at any time."""
         self.is_wanted = False
-        """Whether the engine needs the blocks: then none is held any longer."""
+        """Whether the engine needs the held blocks now: then they are stored in the next step."""
 
     def __len__(self) -> int:
         return len(self._rests)
 
     @property
     def step(self) -> int:
-        """How many tokens a running request stores at once, counted from ``Progress.next_from``."""
+        """New tokens from ``Progress.next_from`` on after which a running request is stored."""
         return self._hasty_step if self.engine.evicts else self.store_step
+
+    @property
+    def is_short(self) -> bool:
+        """Whether the engine has too few free blocks to let deferred stores hold some."""
+        engine = self.engine
+        return engine.num_free < self._most_held or engine.num_held > self._most_held
 
     def add(
         self,
@@ -350,9 +385,9 @@ class DeferredStores:
         tables: Sequence[BlockTable] | None = None,
         held: tuple[DeviceBlocks, ...] = (),
     ) -> Deferred | None:
-        """Remember one: with its ``held`` blocks, or a short rest that waits.
+        """Add a deferred store: with ``held`` blocks, or without, to wait for the next turn.
 
-        Returns what waited with the same end: one is enough.
+        Returns the waiting one of the same blocks, removed, if there was one.
         """
         twin = self._take_waiting(key) if self._rests and not held else None
         self._rests.append(Deferred(request, num_tokens, key, self._clock(), tables, held))
@@ -360,13 +395,13 @@ class DeferredStores:
         return twin
 
     def put_back(self, rests: Sequence[Deferred]) -> None:
-        """They could not be stored whole yet: again in the next step, and before all others."""
+        """Put back deferred stores that did not fit the bounds: they are first in the next step."""
         self._rests = [*rests, *self._rests]
         self.num_held += sum(bool(rest.held) for rest in rests)
 
     def take_continued(self, chain: Sequence[Key] | Any, num_keys: int) -> Deferred | None:
-        """What waits for a request that goes on after so many blocks of its chain."""
-        if not self._rests or num_keys > len(chain):  # an engine may have more than has keys
+        """Take the deferred store that ends with the first ``num_keys`` keys of this chain."""
+        if not self._rests or num_keys > len(chain):  # computed tokens may exceed the keys
             return None
         return self._take_waiting(chain[num_keys - 1])
 
@@ -378,15 +413,14 @@ class DeferredStores:
         return None
 
     def take_due(self, *, is_idle: bool) -> list[Deferred]:
-        """What is to be stored in this step: what is held first, the oldest first."""
+        """Take the deferred stores that are due in this step: held ones first, oldest first."""
         if not self._rests:
             return []
         now, engine = self._clock(), self.engine
         due, waiting = list[Deferred](), list[Deferred]()
         soon = now - SOON_SECONDS
         if self.num_held:
-            is_short = engine.num_free < self._most_held or engine.num_held > self._most_held
-            soon = now if is_idle or self.is_wanted or is_short else soon
+            soon = now if is_idle or self.is_wanted or self.is_short else soon
         for rest in self._rests:
             if not rest.held:
                 waiting.append(rest)
@@ -405,14 +439,14 @@ class DeferredStores:
         return due
 
     def drop(self, request: Any) -> list[Deferred]:
-        """What one request left, which is not to be stored any more."""
+        """Remove and return the deferred stores of one request."""
         rests = [rest for rest in self._rests if rest.request is request]
         for rest in rests:
             self._remove(rest)
         return rests
 
     def take_all(self) -> list[Deferred]:
-        """Everything, due or not: what is left of before is not to be stored any more."""
+        """Remove and return all deferred stores, due or not."""
         rests, self._rests, self.num_held = self._rests, [], 0
         return rests
 

@@ -1,10 +1,10 @@
-"""One tier below the host as the scheduler sees it: what it has, what it takes, whether it works.
+"""One lower tier as the scheduler sees it: its blocks, reservations, health and reset number.
 
 ::
 
-                  what it has                     a block goes to       after a copy
-    slot tier     a pool of ours says             a slot of that pool   its lease ends
-    keyed tier    it is asked; answers are kept   its key               the outcome is an answer too
+                  blocks are found in          a block is written to   after a copy
+    slot tier     our pool of its slots        a slot of that pool     the lease ends
+    keyed tier    cached answers of the tier   its key                 the outcome is cached, too
 """
 
 from __future__ import annotations
@@ -38,27 +38,27 @@ REMEMBER_KEYS = 1 << 17
 
 _NEVER = float("-inf")
 _AGREE_BLOCKS = 1 << 18
-"""So many blocks at a time are compared: ten million at once would take gigabytes."""
+"""Blocks compared per batch: ten million at once would take gigabytes."""
 
 _RESTORE_BLOCKS = 4096
-"""So many blocks at a time are restored. Blocks written together are mostly one conversation; the
-first of them are its beginning and are evicted last."""
+"""Blocks restored per batch. Blocks written together are mostly of one conversation; the first of
+them are its beginning and are evicted last."""
 
 
 class WriteMode(Enum):
-    """When the host's blocks are copied to a lower tier."""
+    """When blocks are copied from the host to a lower tier."""
 
-    THROUGH = "through"  # as soon as they are stored
-    SPILL = "spill"  # when the host is about to evict them
-    NEVER = "never"  # others write them
+    THROUGH = "through"  # as soon as they are stored in the host
+    SPILL = "spill"  # before the host evicts them
+    NEVER = "never"  # this server only reads the tier
 
 
 class Presence(NamedTuple):
-    """What is known of some keys on one tier, key by key.
+    """The lookup result of some keys on one tier, key by key.
 
-    ``readable``: the tier has the block. ``known``: it has it or was sent it, so that sending it
-    again would be useless. ``unknown``: the tier would have to be asked. ``slots`` are those of a
-    slot tier, ``NO_SLOT`` where it has none.
+    ``readable``: the tier has the block. ``known``: the tier has the block or was sent it, so
+    sending it again is useless. ``unknown``: only the tier itself can tell. ``slots`` are the slots
+    of a slot tier, ``NO_SLOT`` where it does not have the block.
     """
 
     readable: Flags
@@ -68,9 +68,9 @@ class Presence(NamedTuple):
 
 
 class LowerTier(ABC):
-    """One tier below the host, by its name on the workers' side.
+    """One lower tier, under the name that the workers use.
 
-    Owns what is known of its blocks and its health, not the bytes. ``now`` is the scheduler's time.
+    Owns the knowledge of its blocks and its health, not the bytes. ``now`` is the scheduler's time.
     """
 
     pool: Pool | None = None
@@ -79,18 +79,18 @@ class LowerTier(ABC):
         self.name = name
         self.write = write
         self.log = EventLog(time.monotonic)
-        """Which blocks the tier has, as far as that becomes known; for a slot tier its pool's."""
+        """Log of blocks found, lost and promoted on this tier; a slot tier uses its pool's log."""
         self.ailment = ""
-        """Why the tier cannot be used, as the first rank that says so puts it; else empty."""
+        """Why the tier is unavailable, as reported by the first such rank; empty if available."""
         self._ailing: dict[Rank, str] = {}
         self.has_remains = False
-        """Whether ranks found blocks of an earlier life here, but none that all of them have. Such
-        blocks must be forgotten: one rank may have been told so, and the others not."""
+        """Whether ranks found blocks of an earlier run, but none that all of them have. The tier
+        must forget those: a reset may have reached only some of the ranks."""
         self.reset_number = 0
-        """The greatest that a rank found; blocks of a smaller one do not count."""
+        """The greatest reset number that a rank found; blocks of smaller ones never match."""
 
     def note_health(self, rank: Rank, reason: str) -> None:
-        """A rank says that the tier is away there, and why, or (no reason) that it is back."""
+        """Note why the tier is unavailable on a rank; empty ``reason``: it is available again."""
         self._ailing.pop(rank, None)
         if reason:
             self._ailing[rank] = reason
@@ -99,14 +99,14 @@ class LowerTier(ABC):
 
     @abstractmethod
     def lookup(self, keys: Keys, now: float) -> Presence:
-        """What is known of these keys."""
+        """Return what is known of these keys on this tier."""
 
     def known(self, keys: Keys, now: float) -> Flags:
-        """For each key, whether sending its block would be useless."""
+        """Return, for each key, whether the tier has the block or was sent it."""
         return self.lookup(keys, now).known
 
     def read(self, slots: SlotArray) -> Lease | None:
-        """Claim the slots of blocks that a lookup has just found readable, where it has slots."""
+        """Lease slots that a lookup just found readable; None if the tier has no slots."""
         return None
 
     @abstractmethod
@@ -119,22 +119,22 @@ class LowerTier(ABC):
         chained: bool = False,
         tenant: int = 0,
     ) -> tuple[SlotArray, Lease | None] | None:
-        """Claim room for the blocks that the tier lacks: their positions, and slots if it has any.
+        """Reserve room for the blocks that the tier lacks; return their positions in ``keys``.
 
-        They are a tenant's, and a chain behind ``parent`` or blocks by themselves. None where it
-        lacks none of them or has no room.
+        Also returns the lease of a slot tier's slots. The blocks are ``tenant``'s; a chain
+        begins behind ``parent``. None if it lacks no block or has no room.
         """
 
     def answered(self, keys: Keys, there: Flags, now: float) -> None:  # noqa: B027  not slot tiers
-        """The tier was asked for these blocks; one that has not answered in time has none."""
+        """Note a tier's answer for these blocks; a tier that did not answer in time has none."""
 
     def moved(self, keys: Keys, ok: Flags, *, upward: bool, now: float) -> None:
-        """Blocks were read from the tier or written to it; ``ok`` tells for which that worked."""
+        """Note a completed read from the tier or write to it; ``ok``: the blocks that succeeded."""
         if upward:
             self.log.append(EventKind.PROMOTED, keys=lambda: keys.take(ok))
 
-    def dropped(self, keys: Keys) -> None:  # noqa: B027  the lease of a slot tier tells its pool
-        """A write that was ordered will not be sent after all."""
+    def dropped(self, keys: Keys) -> None:  # noqa: B027  a slot tier's lease informs its pool
+        """Note that an ordered write of these blocks was cancelled before it was sent."""
 
     @abstractmethod
     def reset(self) -> None:
@@ -143,7 +143,7 @@ class LowerTier(ABC):
 
 @dataclass(eq=False)
 class Move:
-    """Blocks on their way up or down. A late one keeps its slots, but no request waits for it."""
+    """A promotion (``upward``) or writeback in flight. No request waits for a ``late`` one."""
 
     tier: LowerTier
     keys: Keys
@@ -152,7 +152,7 @@ class Move:
 
 
 class SlotTier(LowerTier):
-    """A tier whose slots we give out. Owns the pool that says which block lies where."""
+    """A tier whose slots the scheduler assigns. Owns the pool that knows which slot has a block."""
 
     pool: Pool
 
@@ -161,14 +161,14 @@ class SlotTier(LowerTier):
         self.pool = pool
         self.log = pool.log
         self.num_restored = 0
-        """Blocks that were here from an earlier life."""
+        """Blocks restored from an earlier run."""
         self._ranks: list[Opened | None] = []
         self._is_shared = False
 
     def open_all(self, ranks: Sequence[Opened | None], *, is_shared: bool = False) -> None:
-        """Take up what the ranks have, as soon as all of them have opened the tier.
+        """Restore the blocks that the ranks found, once all ranks have opened the tier.
 
-        With ``is_shared`` each rank has places of its own. Before, no place can be used.
+        No slot can be used before that. With ``is_shared`` each rank has slots of its own.
         """
         self._ranks, self._is_shared = list(ranks), is_shared
         for rank, opened in enumerate(ranks):
@@ -177,7 +177,7 @@ class SlotTier(LowerTier):
         self._open()
 
     def open(self, rank: Rank, opened: Opened) -> None:
-        """A rank has opened the tier that it could not open at the start."""
+        """Note that a rank has opened the tier after it failed to at the start."""
         if rank < len(self._ranks) and self._ranks[rank] is None:
             self._ranks[rank] = opened
             self._open()
@@ -191,7 +191,7 @@ class SlotTier(LowerTier):
         recovered = []
         for each in found:
             keys, places = Keys(each.keys), each.places.astype(np.int64)
-            if each.num_places > num_places:  # more than other ranks have
+            if each.num_places > num_places:  # this rank has more slots than another
                 fits = places < num_places
                 keys, places = keys.take(fits), places[fits]
             recovered.append((keys, places))
@@ -201,12 +201,12 @@ class SlotTier(LowerTier):
         self.pool.grow(min(num_places, self.pool.num_slots))
         self.reset_number = max(opened.reset_number for opened in found)
         if any(opened.reset_number < self.reset_number for opened in found):
-            self.has_remains = True  # a rank was not told of the last reset
+            self.has_remains = True  # the last reset did not reach a rank
         elif any(len(places) for _, places in recovered):
             self.has_remains = not self.restore(recovered)
 
     def restore(self, recovered: Sequence[Recovered]) -> int:
-        """Take up what all ranks have from an earlier life; returns how many blocks are new."""
+        """Restore the blocks that all ranks have from an earlier run; return how many are new."""
         keys, places = agreed(recovered, self.pool.num_slots)
         new = ~self.pool.known(keys)
         if not new.all():
@@ -214,7 +214,7 @@ class SlotTier(LowerTier):
         self.pool.table.free.give_out_next(places)
         for start in range(0, len(keys), _RESTORE_BLOCKS):
             part = slice(start, start + _RESTORE_BLOCKS)
-            # Which block follows which is learnt when the chain is stored again.
+            # The chain is not known yet: the pool learns it when the blocks are stored again.
             lease = self.pool.reserve(keys[part], chained=False, tenant=self.pool.eviction.before)
             assert lease is not None
             assert np.array_equal(lease.slots, places[part])
@@ -224,7 +224,7 @@ class SlotTier(LowerTier):
 
     def lookup(self, keys: Keys, now: float) -> Presence:
         slots, cached = self.pool.locate(keys)
-        unknown = np.zeros(len(slots), dtype=bool)  # the pool knows all
+        unknown = np.zeros(len(slots), dtype=bool)  # the pool knows every block
         return Presence(cached, slots != NO_SLOT, unknown, slots)
 
     def read(self, slots: SlotArray) -> Lease:
@@ -253,9 +253,9 @@ class SlotTier(LowerTier):
 
 
 class KeyedTier(LowerTier):
-    """A tier that finds blocks by their keys. Owns what is remembered of its answers.
+    """A tier that finds blocks by their keys. Owns the cache of its answers.
 
-    An answer, yes or no, is believed for ``remember`` seconds; ``capacity`` keys are remembered.
+    An answer, yes or no, is valid for ``remember`` seconds; answers for ``capacity`` keys are kept.
     """
 
     def __init__(
@@ -290,12 +290,12 @@ class KeyedTier(LowerTier):
 
     def moved(self, keys: Keys, ok: Flags, *, upward: bool, now: float) -> None:
         super().moved(keys, ok, upward=upward, now=now)
-        if not upward:  # a block that is not taken may be there, written by another server
+        if not upward:  # a refused block may be on the tier, written by another server
             self.num_refused += int(np.count_nonzero(~ok))
             self.dropped(keys.take(~ok))
             keys, ok = keys.take(ok), ok[ok]
-        # A wrong "yes" is a "no" for a while: a request that asked again at once would get the
-        # same answer and wait for the same failure.
+        # A "yes" whose read failed is cached as "no": a request that asked again at once would get
+        # the same answer and wait for the same failure.
         if not upward or not ok.all():
             self._note(keys, ok, now)
 
@@ -325,11 +325,11 @@ def lower_tier(
     recovered: Sequence[Opened | None] = (),
     is_shared: bool = False,
 ) -> LowerTier:
-    """The tier with so many places, or (None) one that finds blocks by their keys.
+    """Return a slot tier with ``num_places`` slots; if that is None, a keyed tier.
 
-    ``policy`` chooses the blocks to evict from the places. ``recovered`` is what each rank's tier
-    still has from an earlier life (``TierMover.recovered``), None where it is not open yet; with
-    ``is_shared`` each rank has ``num_places`` of its own.
+    ``policy`` chooses the blocks to evict. ``recovered`` are the blocks of each rank from an
+    earlier run (``TierMover.recovered``), None for a rank that has not opened the tier. With
+    ``is_shared`` each rank has ``num_places`` slots of its own.
     """
     if num_places is None:
         return KeyedTier(name, write)
@@ -338,21 +338,21 @@ def lower_tier(
     tier = SlotTier(name, pool, write)
     try:
         tier.open_all(recovered, is_shared=is_shared)
-    except InputError as error:  # a tier's mistake must not keep an engine from starting
+    except InputError as error:  # bad data of a tier must not keep an engine from starting
         log.error("tier %s begins empty: %s", name, error)
     return tier
 
 
-# -- what ranks found of an earlier life ---------------------------------------------------------
+# -- blocks recovered from an earlier run --------------------------------------------------------
 
 
 def agreed(recovered: Sequence[Recovered], num_places: int) -> Recovered:
-    """The blocks that every rank has at the same place, in the first rank's order.
+    """Return the blocks that every rank has in the same slot, in the first rank's order.
 
-    Of a key at several places the one written last counts.
+    If a key is in several slots, the one written last counts.
 
     Raises:
-        InputError: a rank names a place that does not exist, or names one twice.
+        InputError: a rank names a slot that does not exist, or names one twice.
     """
     for rank, (keys, places) in enumerate(recovered):
         _check(rank, keys, places, num_places)
@@ -365,7 +365,7 @@ def agreed(recovered: Sequence[Recovered], num_places: int) -> Recovered:
 
 
 def _same(ours: Recovered, theirs: Recovered, num_places: int) -> npt.NDArray[np.bool_]:
-    """For each block of one rank, whether another rank has the same at its place."""
+    """Return, for each block of one rank, whether another rank has the same block in its slot."""
     (keys, places), (other_keys, other_places) = ours, theirs
     found = np.full(num_places, NO_SLOT, dtype=np.int32)
     found[other_places] = np.arange(len(other_places), dtype=np.int32)
@@ -379,9 +379,9 @@ def _same(ours: Recovered, theirs: Recovered, num_places: int) -> npt.NDArray[np
 
 
 def united(recovered: Sequence[Recovered], num_places: int) -> Recovered:
-    """The blocks of all ranks, where each has places of its own: see ``SharedMover``.
+    """Return the blocks of all ranks, if each rank has slots of its own: see ``SharedMover``.
 
-    ``num_places`` are those of one rank.
+    ``num_places`` are the slots of one rank.
     """
     num_ranks = len(recovered)
     for rank, (keys, places) in enumerate(recovered):
@@ -390,16 +390,16 @@ def united(recovered: Sequence[Recovered], num_places: int) -> Recovered:
     places = np.concatenate(
         [places * num_ranks + rank for rank, (_, places) in enumerate(recovered)]
     )
-    # The ranks' orders are merged as if all had written at the same pace: more is not known.
+    # The ages of blocks on different ranks are unknown: merge as if all wrote at the same pace.
     ages = np.concatenate([np.arange(len(keys)) / max(1, len(keys)) for keys, _ in recovered])
     order = np.argsort(ages, kind="stable")
     return _newest(keys.take(order), places[order])
 
 
 def _newest(keys: Keys, places: SlotArray) -> Recovered:
-    """Each key once, at the place that was written last.
+    """Return each key once, with the slot that was written last.
 
-    First words alone are compared: of two keys that share one, the older is lost, which is safe.
+    Compares only the first word of keys: of two that share it, the older is lost, which is safe.
     """
     words = keys.array[:, 0]
     order = np.argsort(words, kind="stable")
@@ -426,14 +426,14 @@ def _check(rank: int, keys: Keys, places: SlotArray, num_places: int) -> None:
         raise InputError(f"rank {rank} recovered a place twice")
 
 
-# -- what tiers remember --------------------------------------------------------------------------
+# -- cached answers of keyed tiers ----------------------------------------------------------------
 
 
 class AnswerCache:
-    """The last ``capacity`` keys that a tier was asked about or sent; the oldest go first.
+    """The last ``capacity`` keys that a tier was asked for or sent; the oldest are dropped first.
 
-    Owns, for each, the last answer (there or not), how long it is believed, and whether we sent the
-    block there ourselves, which is believed until the tier says otherwise.
+    Owns each key's last answer (there or not), the time until which it is valid, and whether we
+    sent the block. A block counts as sent until the tier answers that it is not there.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -451,7 +451,7 @@ class AnswerCache:
         return len(self._index)
 
     def lookup(self, keys: Keys, now: float) -> Presence:
-        """What is believed of each key; unknown are those without an answer that still holds."""
+        """Return what the valid answers say; keys without a valid answer are unknown."""
         found = self._index.find(keys)
         here = found != NO_SLOT
         believed = here & (self._until.take(found, mode="wrap") > now)
@@ -460,18 +460,18 @@ class AnswerCache:
         return Presence(readable, known, ~believed)
 
     def answer(self, keys: Keys, there: Flags, until: float) -> None:
-        """Believe this answer until then. A block that is not there counts as not sent."""
+        """Cache an answer, valid until ``until``. A block that is not there counts as not sent."""
         slots = self._slots(keys)
         self._there[slots] = there[: len(slots)]
         self._until[slots] = until
         self._sent[slots] &= there[: len(slots)]
 
     def note_sent(self, keys: Keys) -> None:
-        """The blocks of these keys are on their way to the tier."""
+        """Note that the blocks of these keys are being written to the tier."""
         self._sent[self._slots(keys)] = True
 
     def doubt(self) -> None:
-        """Believe no answer any more; what we sent we still know."""
+        """Invalidate all answers; the blocks we sent still count as sent."""
         self._until.fill(_NEVER)
 
     def clear(self) -> None:
@@ -479,7 +479,7 @@ class AnswerCache:
         self._used.fill(False)
 
     def _slots(self, keys: Keys) -> SlotArray:
-        """The places of these (distinct) keys, as the newest; what was known of them stays."""
+        """Return the entries of these distinct keys, made the newest; their contents are kept."""
         keys = keys[: self.capacity]
         old = self._index.find(keys)
         known = old != NO_SLOT

@@ -1,13 +1,13 @@
-"""The tiers below the host: what they have, what moves between them and the host.
+"""The lower tiers: lookups, questions and promotions over all of them.
 
 ::
 
     device  <-- load --  host  <-- promote ---  lower tiers
             -- store -->       -- writeback -->
 
-A block found only below is first promoted: copied to a host slot, in pieces that can be matched as
-they land. Questions and promotions are transfers that requests wait for. Each has a deadline; a
-block that has not come by then is not there. A tier that is away on any rank is not used.
+A block found only on a lower tier is first promoted: copied to a host slot, in pieces that can be
+matched as each completes. Requests wait for promotions and for answers of keyed tiers; a block that
+misses its deadline counts as missing. A tier that is unavailable on any rank is not used.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ from kvferry.types import (
 )
 
 _PIECE_BYTES = 16 << 20
-"""A promotion travels in pieces of this size, so that the first can be used before the last: long
-enough for a drive to be fast, and small blocks travel together."""
+"""Bytes of one piece of a promotion, so that the first is usable before the last arrives. Large
+enough for a drive to be fast; small blocks share a piece."""
 
 _PIECE_SLOTS = 32
-"""And in so many blocks where their size is not known."""
+"""Blocks of one piece if their size is not known."""
 
 _PROMOTING_SHARE = 4
-"""Promotions under way may claim one slot in so many of the host: they must not flush it."""
+"""Promotions in flight may claim 1/4 of the host's slots: more would evict too much."""
 
 
 @dataclass(frozen=True, eq=False)
 class TierLookup:
-    """What each usable tier has of some keys, and what any of them has."""
+    """Lookup results of some keys on each available tier, and on any of them."""
 
     tiers: Sequence[LowerTier]
     found: Sequence[Presence]
@@ -62,10 +62,10 @@ class TierLookup:
 
 @dataclass(eq=False, slots=True)
 class GroupLookup:
-    """What was found of one group's blocks from number ``first`` on, which have these keys.
+    """Lookup results of one group's blocks from position ``first`` on, which have these keys.
 
-    ``slots`` are the host's, also of blocks on their way in; ``cached`` tells which can be read.
-    ``below`` is what lower tiers have; None where no longer hit is possible.
+    ``slots`` are host slots, including those still being written; ``cached``: which can be read.
+    ``below`` are the results on lower tiers; None if no longer hit is possible.
     """
 
     first: int
@@ -75,18 +75,18 @@ class GroupLookup:
     below: TierLookup | None = None
 
     def whole(self, flags: Flags, before: bool) -> Flags:
-        """Flags of these blocks, and the same one for each block before them."""
+        """Return flags of all the group's blocks: ``before`` for each one ahead of ``first``."""
         return np.concatenate((np.full(self.first, before), flags))
 
     def part(self, blocks: range) -> slice:
-        """Where these blocks of the group are among those that were looked up."""
+        """Return the slice of the looked-up blocks that these blocks of the group are."""
         return slice(max(0, blocks.start - self.first), max(0, blocks.stop - self.first))
 
 
 class RunBelow(NamedTuple):
-    """A part of a group's blocks to complete in the host, behind ``parent``.
+    """A run of a group's blocks to promote where the host lacks them, behind ``parent``.
 
-    Where they are ``chained`` each needs the one before it.
+    ``chained``: each block needs the one before it.
     """
 
     group: GroupLookup
@@ -96,10 +96,10 @@ class RunBelow(NamedTuple):
 
 
 class LowerTiers:
-    """Finds blocks below the host, brings them up, and learns how transfers there ended.
+    """Finds and promotes blocks of lower tiers. Leaves to :class:`Writeback` what is written there.
 
-    Owns the tiers, the moves and questions under way, and the budget of promotions. Its
-    ``writeback`` chooses what goes down. Orders go to ``transfers``.
+    Owns the tiers, the moves and questions in flight, and the budget of promotions. Orders go to
+    ``transfers``.
     """
 
     def __init__(
@@ -112,12 +112,12 @@ class LowerTiers:
         *,
         slot_bytes: int = 0,
     ) -> None:
-        """``worth`` learns the tiers' speeds; ``slot_bytes`` are a block's on one rank, or 0."""
+        """``worth`` learns the tiers' speeds; ``slot_bytes``: a block's size on one rank, or 0."""
         self._worth = worth
         self.tiers = tuple(tiers)
         self.keyed = tuple([tier for tier in self.tiers if isinstance(tier, KeyedTier)])
         self.pools = {tier.name: tier.pool for tier in self.tiers if tier.pool is not None}
-        """Those of the tiers with slots."""
+        """The pools of slot tiers, by tier name."""
         self._slot_bytes = slot_bytes
         self.piece_slots = max(4, _PIECE_BYTES // slot_bytes) if slot_bytes else _PIECE_SLOTS
         self._busy = {tier.name: BusyTime() for tier in self.tiers}
@@ -125,21 +125,21 @@ class LowerTiers:
         self._transfers = transfers
         self._clock = clock
         self.moves: dict[TransferId, Move] = {}
-        """Blocks on their way up or down; what goes down is noted by :class:`Writeback`."""
+        """Promotions and writebacks in flight; :class:`Writeback` adds the latter."""
         self._epoch = 0
         self._asking: dict[TransferId, tuple[LowerTier, list[Keys]]] = {}
         self._most_promoting = max(1, host.num_slots // _PROMOTING_SHARE)
         host.eviction.feeds_below = bool(self.tiers)
         self.reset_number = max([tier.reset_number for tier in self.tiers], default=0)
-        """The greatest that a tier is known to have: the next one is greater."""
+        """The greatest reset number that any tier is known to have; the next one is greater."""
         remains = tuple(tier.name for tier in self.tiers if tier.has_remains)
         if remains:
             transfers.forget(remains, Reset(new_epoch(self.reset_number), 0))
 
-    # -- what is there --------------------------------------------------------------------------
+    # -- lookup ---------------------------------------------------------------------------------
 
     def lookup(self, keys: Keys) -> TierLookup:
-        """What the usable tiers have of these keys of a request, as far as is known."""
+        """Look up a request's keys on the available tiers, without asking them."""
         now = self._clock()
         tiers, found = [], []
         readable, unknown = np.zeros((2, len(keys.array)), dtype=bool)
@@ -154,11 +154,11 @@ class LowerTiers:
 
     @property
     def away(self) -> tuple[str, ...]:
-        """The tiers that cannot be used now, and why."""
+        """The unavailable tiers, each with its reason."""
         return tuple(f"{tier.name}: {tier.ailment}" for tier in self.tiers if tier.ailment)
 
     def has_out_of_reach(self, key: Key) -> bool:
-        """Whether a tier that cannot be used now has this block, as far as is known."""
+        """Return whether an unavailable tier is known to have this block."""
         keys, now = Keys.from_bytes((key,)), self._clock()
         return any(tier.ailment and tier.lookup(keys, now).readable[0] for tier in self.tiers)
 
@@ -166,13 +166,13 @@ class LowerTiers:
 
     @property
     def can_be_asked(self) -> bool:
-        """Whether there is a tier that finds blocks by their keys."""
+        """Whether any keyed tier is available."""
         return any(not tier.ailment for tier in self.keyed)
 
     def ask(self, wanted: Keys) -> set[TransferId]:
-        """Ask which of these (distinct) blocks are there; returns the questions to wait for.
+        """Ask the tiers for these distinct keys; return the questions to wait for.
 
-        What another request has asked already is not asked again.
+        A key that is already being asked for is not asked again: the caller waits for that answer.
         """
         questions = set()
         now = self._clock()
@@ -196,7 +196,7 @@ class LowerTiers:
 
     @property
     def room(self) -> int:
-        """How many more host slots promotions may claim now."""
+        """Host slots that promotions may still claim now."""
         room = self._most_promoting
         for move in self.moves.values():
             if move.upward:
@@ -204,10 +204,10 @@ class LowerTiers:
         return room
 
     def promote(self, runs: Sequence[RunBelow], room: int, *, tenant: int = 0) -> set[TransferId]:
-        """Bring up those blocks of the runs that the host lacks, into at most ``room`` slots.
+        """Promote the blocks of the runs that the host lacks, into at most ``room`` host slots.
 
-        The runs were looked up just now. Returns the transfers to wait for, also those that others
-        began. It is empty if the host has no room.
+        The runs must be of a lookup just now. Returns the transfers to wait for, including those of
+        other requests. It is empty if the host has no room.
         """
         transfers: set[TransferId] = set()
         for number, run in enumerate(runs):
@@ -219,7 +219,7 @@ class LowerTiers:
     def _promote(
         self, run: RunBelow, room: int, tenant: int, transfers: set[TransferId], *, is_first: bool
     ) -> int:
-        """Add the ``transfers`` that bring up one run; returns the room that is left."""
+        """Promote one run and add its transfers to ``transfers``; return the room that is left."""
         group, part, parent, chained = run
         start, lookup, known = part.start, group.below, group.slots != NO_SLOT
         keys, num_keys = group.keys, len(known)
@@ -230,7 +230,7 @@ class LowerTiers:
                 number, stop = _source(lookup, known, start, stop)
                 if number is None:
                     break
-                # A reservation may evict what the lookup has found of later pieces and runs.
+                # Only the first may use the lookup: a reservation may evict blocks of later pieces.
                 found = group.slots[start:stop] if is_first and start == part.start else None
                 lease = self._host.reserve(
                     keys if stop - start == num_keys else keys[start:stop],
@@ -243,7 +243,7 @@ class LowerTiers:
                     break
                 at = start + lease.positions
                 if not lookup.found[number].readable[at].all():
-                    lease.abort()  # the host has evicted some of the run meanwhile
+                    lease.abort()  # the host has evicted blocks of the run since the lookup
                     break
                 slots = lookup.found[number].slots
                 src = slots[at] if len(slots) else slots
@@ -256,14 +256,14 @@ class LowerTiers:
                 transfers.add(transfer_id)
                 room -= len(at)
                 if len(at) < np.count_nonzero(~known[start:stop]):
-                    break  # the host has no room for all of it: what follows could not be reached
+                    break  # the host is full: blocks behind the missing ones could not be reached
             if stop < part.stop:
                 parent = keys[stop - 1]
             start = stop
         return room
 
     def _bringing(self, run: RunBelow) -> set[TransferId]:
-        """The promotions under way that bring any of these blocks."""
+        """Return the promotions in flight that include any block of this run."""
         group, part = run.group, run.part
         is_coming = (group.slots[part] != NO_SLOT) & ~group.cached[part]
         coming = group.keys.array[part][is_coming, 0]
@@ -274,13 +274,13 @@ class LowerTiers:
         }
 
     def heard(self, names: Collection[TierName]) -> float:
-        """Each of these tiers has brought something, or begun to, at this time or later."""
+        """Return a time since which each of these tiers has delivered or begun a promotion."""
         return min(self._busy[name].since for name in names)
 
     def worth_promoting(self, runs: Sequence[RunBelow], num_tokens: int) -> Decision:
-        """Whether these runs, of so many tokens, come up sooner than they are computed.
+        """Decide whether promoting these runs, ``num_tokens`` in all, beats computing them.
 
-        The speed is that of the tier which has most of them.
+        Assumes the speed of the tier that has most of the blocks.
         """
         counts, num_lacking, size = Counter[LowerTier](), 0, self._slot_bytes
         for group, part, _, _ in runs:
@@ -296,10 +296,10 @@ class LowerTiers:
                 num_queued += len(move.keys)
         return self._worth.decide(num_tokens, num_lacking * size, num_queued * size, tier.name)
 
-    # -- what became of it ----------------------------------------------------------------------
+    # -- health and completions -----------------------------------------------------------------
 
     def note_health(self, health: Health) -> None:
-        """A tier went away on one rank, or came back. Requests stop waiting for a tier away."""
+        """Note a tier's health on one rank. Requests stop waiting for an unavailable tier."""
         for tier in self.tiers:
             if tier.name == health.tier:
                 if health.opened is not None:
@@ -309,7 +309,7 @@ class LowerTiers:
                     self._transfers.give_up(tier.name, tier.ailment)
 
     def _open(self, tier: LowerTier, rank: Rank, opened: Opened) -> None:
-        """A rank has opened a tier that it could not open at the start."""
+        """Note that a rank has opened a tier after it failed to at the start."""
         self.reset_number = max(self.reset_number, opened.reset_number)
         if isinstance(tier, SlotTier):
             tier.open(rank, opened)
@@ -324,17 +324,17 @@ class LowerTiers:
             move.tier.dropped(move.keys)
 
     def overdue(self, flight: InFlight) -> None:
-        """A transfer's deadline has passed: no request waits for it, and none may begin to."""
+        """Note that a transfer's deadline has passed: no request may wait for it any more."""
         if isinstance(flight.transfer, Question):
             self.landed(flight)
         elif flight.transfer.id in self.moves:
             move = self.moves[flight.transfer.id]
             move.late = True
-            if move.upward:  # else the tier would count as busy while it rests
+            if move.upward:  # or an idle tier would count as busy with it
                 self._busy[move.tier.name].give_up()
 
     def landed(self, flight: InFlight) -> Move | None:
-        """A transfer or a question below the host ended; returns what moved, if anything did."""
+        """Complete a question or a transfer of a lower tier; return the move, if it was one."""
         now = self._clock()
         if isinstance(flight.transfer, Question):
             tier, _ = self._asking.pop(flight.transfer.id)
@@ -352,7 +352,7 @@ class LowerTiers:
         return move
 
     def reset(self, reset: Reset) -> None:
-        """Forget every block on every tier; the ranks are told with the next plan."""
+        """Forget every block on every tier; the next plan carries the reset to the ranks."""
         self._epoch = reset.epoch
         self._forget(tuple(tier.name for tier in self.tiers), reset)
         for tier in self.tiers:
@@ -360,7 +360,7 @@ class LowerTiers:
 
 
 def _source(lookup: TierLookup, known: Flags, start: int, stop: int) -> tuple[int | None, int]:
-    """The first tier that has what the host lacks of a run's next blocks, and how far."""
+    """Return the first tier that has the next blocks the host lacks, and where its run ends."""
     here = known[start:stop]
     for number, found in enumerate(lookup.found):
         complete = here | found.readable[start:stop]

@@ -1,4 +1,4 @@
-"""Transfers from order to landing, and how an engine and a scheduler speak of device blocks.
+"""Transfers from order to completion; block tables and orders as engine and scheduler share them.
 
 ::
 
@@ -46,12 +46,13 @@ _NEVER = float("inf")
 
 @dataclass(eq=False)
 class InFlight:
-    """One transfer, and the leases that end when it lands; or a question, which has none.
+    """One queued or launched transfer and its leases; or a question, which has none.
 
-    ``served`` are the requests it stores or loads for; ``deadline`` and the ranks it is ``waiting``
-    for are set when it is launched. ``receipts`` are those taken so far. ``failed`` are the
-    positions lost on any rank, where the others count; ``note`` says why. One that is ``overdue``
-    keeps its leases, but no request waits for it any longer.
+    ``served`` are the requests of its blocks. Launch sets the ``deadline`` and the ranks it is
+    ``waiting`` for. ``receipts`` are those taken so far. ``reason`` says why the whole transfer
+    failed; ``failed`` are positions that failed on some rank while the others count, and ``note``
+    says why. An ``overdue`` transfer keeps its leases, but no request waits for it any longer. Of a
+    store that was ``taken_back`` the engine has the device blocks back already.
     """
 
     transfer: Transfer | Question
@@ -61,23 +62,24 @@ class InFlight:
     waiting: set[Rank] = field(default_factory=set)
     reason: str = ""
     overdue: bool = False
+    taken_back: bool = False
     receipts: list[Receipt] = field(default_factory=list)
     failed: set[int] = field(default_factory=set)
     note: str = ""
 
     @property
     def lost(self) -> npt.NDArray[np.bool_]:
-        """For each block, whether it failed on any rank."""
+        """Whether each block failed on any rank."""
         lost = np.full(len(self.transfer), bool(self.reason))
         lost[list(self.failed)] = True
         return lost
 
     @property
     def in_doubt(self) -> tuple[Lease, ...]:
-        """The leases whose blocks must not be matched if this fails.
+        """The leases whose blocks must not be matched if this transfer fails.
 
-        A block that could not be brought up is not offered again: the next request would fail with
-        it. One that could not be sent down is still good where it is.
+        A block that could not be loaded or promoted must not match again: the next request would
+        fail, too. A block whose writeback failed is still good in the host.
         """
         order = self.transfer
         upward = isinstance(order, Transfer) and order.dst in (DEVICE, HOST)
@@ -86,7 +88,7 @@ class InFlight:
 
 @dataclass
 class TransferCounts:
-    """What happened to transfers and receipts so far."""
+    """Counters of transfers, failures, receipts and traffic."""
 
     landed: int = 0
     failed: int = 0
@@ -97,7 +99,7 @@ class TransferCounts:
 
 
 class StoreOrder(NamedTuple):
-    """A part of a store: what one request or one offer of the engine contributed."""
+    """The part of a store that one request, or one offer of the engine, contributed."""
 
     lease: Lease
     device_blocks: SlotArray
@@ -107,16 +109,16 @@ class StoreOrder(NamedTuple):
 class Transfers:
     """All transfers of one scheduler, queued and in flight. Owns their leases; calls no request.
 
-    ``blocks_to_device`` and the other three numbers count what is queued and in flight between
-    device and host, overdue transfers excepted: a rank that hangs must not hold up all others.
-    Requests only tell whose an order is.
+    ``blocks_to_device`` and the other three counters cover transfers between device and host that
+    are queued or in flight. Overdue ones do not count: a hanging rank must not block the others.
+    Requests are only labels of orders.
     """
 
     def __init__(self, num_ranks: int, block_bytes: Sequence[int], config: Config) -> None:
-        """``block_bytes`` are those of one device block, by group."""
+        """``block_bytes`` is the size of one device block, by group."""
         self.counts = TransferCounts()
         self.next_deadline = _NEVER
-        """Before this time :meth:`expire` finds nothing."""
+        """The time before which :meth:`expire` finds no overdue transfer."""
         self.blocks_to_device = self.bytes_to_device = 0
         self.blocks_from_device = self.bytes_from_device = 0
         self._block_bytes = tuple(block_bytes)
@@ -131,17 +133,17 @@ class Transfers:
         self._reset: Reset | None = None
         self._step = 0
         self.in_flight: dict[TransferId, InFlight] = {}
-        """What ranks were told of and have not all answered."""
+        """Launched transfers and questions that not all ranks have answered."""
         self._num_sent = 0
 
     @property
     def num_queued(self) -> int:
-        """Orders that are not in a plan yet."""
+        """Orders that no plan has carried yet."""
         orders = len(self._loads) + len(self._moves) + sum(1 for _ in self.store_orders())
         return orders + len(self._questions) + len(self._forget)
 
     def store_orders(self) -> Iterator[StoreOrder]:
-        """The queued parts of stores."""
+        """Yield the queued parts of stores."""
         return (order for _, orders in self._stores.values() for order in orders)
 
     @property
@@ -155,17 +157,17 @@ class Transfers:
         return self.bytes_to_device + self.bytes_from_device
 
     def leases(self) -> Iterator[Lease]:
-        """Those of everything queued and in flight."""
+        """Yield the leases of all transfers queued and in flight."""
         yield from (order.lease for order in self.store_orders())
         for each in (*self._loads, *self._moves, *self.in_flight.values()):
             yield from each.leases
 
     def count_kept(self, num_blocks: int) -> None:
-        """So many more device blocks are kept for loads not ordered yet; fewer, if negative."""
+        """Add ``num_blocks`` (may be negative) kept for later pieces of pipelined loads."""
         self.blocks_to_device += num_blocks
 
     def _uncount(self, transfer: Transfer) -> None:
-        """A transfer is not queued or in flight any more, or no request waits for it."""
+        """Subtract a transfer that completed, was cancelled, or is overdue from the counters."""
         num_blocks, size = len(transfer.dst_slots), self._block_bytes[transfer.group]
         if transfer.dst == DEVICE:
             self.blocks_to_device -= num_blocks
@@ -185,7 +187,7 @@ class Transfers:
         *,
         in_parts: bool = False,
     ) -> TransferId:
-        """Order one group's blocks of a hit to the device; ``in_parts`` layer after layer."""
+        """Order the load of one group's blocks of a hit; ``in_parts``: layer by layer."""
         transfer = Transfer(
             self._new_id(), HOST, DEVICE, lease.slots, blocks, group, in_parts=in_parts
         )
@@ -197,7 +199,7 @@ class Transfers:
     def store(
         self, group: int, lease: Lease, device_blocks: SlotArray, request: Any = None
     ) -> TransferId:
-        """Order blocks into host slots. The stores of one group and step are one transfer."""
+        """Order a store into host slots. All stores of one group and step are one transfer."""
         if group not in self._stores:
             self._stores[group] = (self._new_id(), [])
         transfer_id, orders = self._stores[group]
@@ -214,7 +216,7 @@ class Transfers:
         reading: Lease | None,
         writing: Lease | None,
     ) -> TransferId:
-        """Order blocks from one tier to another; one that finds them by keys has no lease."""
+        """Order a copy between host and a lower tier; a keyed tier's side has no lease."""
         config = self._config
         transfer = Transfer(
             self._new_id(),
@@ -230,7 +232,7 @@ class Transfers:
         return transfer.id
 
     def ask(self, tier: TierName, keys: Keys) -> TransferId:
-        """Ask a tier which of these keys it has; a tier is asked one question a step."""
+        """Ask a tier which of these keys it has; all keys of one step are one question."""
         if tier not in self._questions:
             self._questions[tier] = (self._new_id(), [])
         question_id, asked = self._questions[tier]
@@ -238,9 +240,9 @@ class Transfers:
         return question_id
 
     def forget(self, tiers: tuple[TierName, ...], reset: Reset) -> list[TransferId]:
-        """Let these tiers forget everything, before what is ordered from now on.
+        """Order a reset of these tiers, ahead of all orders from now on.
 
-        Moves down that are queued would come after that, and be there for ever: they are dropped.
+        Drops queued writebacks, which would run after the reset and leave old blocks on the tier.
         Returns their ids.
         """
         self._forget = tuple(dict.fromkeys((*self._forget, *tiers)))
@@ -251,7 +253,7 @@ class Transfers:
         return [move.transfer.id for move in down]
 
     def cancel_loads(self, request: Any) -> list[Transfer]:
-        """Take back a request's queued loads; their leases are released."""
+        """Cancel a request's queued loads and release their leases; return their transfers."""
         cancelled = [order for order in self._loads if request in order.served]
         self._loads = [order for order in self._loads if request not in order.served]
         _drop(cancelled)
@@ -263,10 +265,11 @@ class Transfers:
     def disown(
         self, request: Any = None
     ) -> tuple[list[tuple[int, StoreOrder]], list[DeviceBlocks]]:
-        """Let nothing be found of what is being stored of a request; None: of any.
+        """Make the stores of a request (None: of all requests) unmatchable.
 
-        Returns the queued parts of stores, by group, which are dropped. And the blocks of those in
-        flight, which stay claimed until they land.
+        Returns the queued parts of stores, each with its group, which are dropped. Also returns the
+        device blocks of stores in flight, whose host slots stay leased until they complete. Those
+        of all requests are taken back: each is returned once.
         """
         dropped = []
         for group, (transfer_id, orders) in tuple(self._stores.items()):
@@ -285,9 +288,10 @@ class Transfers:
         flying = []
         for each in self.in_flight.values():
             order_sent = each.transfer
-            if not isinstance(order_sent, Transfer) or order_sent.src != DEVICE:
+            if not isinstance(order_sent, Transfer) or order_sent.src != DEVICE or each.taken_back:
                 continue
             if request is None or request in each.served:
+                each.taken_back = request is None
                 flying.append(DeviceBlocks(order_sent.group, order_sent.src_slots))
                 for lease in each.leases:
                     lease.disown()
@@ -296,15 +300,15 @@ class Transfers:
     # -- launch ---------------------------------------------------------------------------------
 
     def launch(self, now: float) -> Plan:
-        """Everything queued as one plan: loads, then moves, then stores.
+        """Return all orders as one plan: loads, then copies of lower tiers, then stores.
 
-        The stores of one group travel together: one copy of many blocks beats many of a few.
+        The stores of one group are one transfer: one copy of many blocks beats many of a few.
         """
         self._step += 1
         if not (self._loads or self._stores or self._moves or self._questions or self._forget):
             return Plan(self._step)
         loads, moves, stores = self._loads, self._moves, self._stores
-        # Before they are in flight: what is in both, should an interrupt come, would end twice.
+        # Clear the queues first: an interrupt must not leave an order both queued and in flight.
         self._loads, self._moves, self._stores = [], [], {}
         config = self._config
         transfers: tuple[Transfer, ...] = ()
@@ -334,7 +338,7 @@ class Transfers:
         return question
 
     def _fly(self, each: InFlight, deadline: float) -> Transfer:
-        """A transfer is handed to the workers; its leases end when it lands."""
+        """Put an order in flight; its leases end when all ranks have reported."""
         transfer = cast(Transfer, each.transfer)
         each.deadline, each.waiting = deadline, set(self._ranks)
         self.in_flight[transfer.id] = each
@@ -342,13 +346,13 @@ class Transfers:
         self.next_deadline = min(self.next_deadline, deadline)
         return transfer
 
-    # -- landing --------------------------------------------------------------------------------
+    # -- completion -----------------------------------------------------------------------------
 
     def settle(self, receipts: Iterable[Receipt]) -> list[InFlight]:
-        """Take receipts in any order; return the transfers that landed by them.
+        """Take receipts in any order; return the transfers that they complete.
 
-        A receipt for a transfer that already landed, or a rank's second one, is counted and
-        dropped. One that answers nothing that was ever sent is refused before any is taken.
+        A receipt for a completed transfer, or a rank's second one, is counted and ignored. If any
+        receipt is malformed or for a transfer never sent, raises InputError and takes none.
         """
         receipts = list(receipts)
         for receipt in receipts:
@@ -367,9 +371,9 @@ class Transfers:
         return landed
 
     def expire(self, now: float) -> list[InFlight]:
-        """Return the transfers whose deadline has just passed. They stay in flight until they land.
+        """Mark and return the transfers whose deadline has passed since the last call.
 
-        But a question, which claims nothing, is over: an answer to it comes too late.
+        They stay in flight until they complete. Overdue questions, which lease nothing, end now.
         """
         flying = self.in_flight.values()
         late = [each for each in flying if each.deadline <= now and not each.overdue]
@@ -387,7 +391,7 @@ class Transfers:
         return late
 
     def give_up(self, tier: TierName, reason: str) -> None:
-        """A tier is away: all that concerns it is overdue with the next :meth:`expire`."""
+        """Let all transfers of an unavailable tier be overdue at the next :meth:`expire`."""
         for each in self.in_flight.values():
             order = each.transfer
             tiers = (order.tier,) if isinstance(order, Question) else (order.src, order.dst)
@@ -396,7 +400,7 @@ class Transfers:
                 each.reason = each.reason or reason
 
     def close(self) -> None:
-        """Drop all orders and end all transfers as failed. Only once no worker touches memory."""
+        """Drop all orders and fail all transfers. Call it only once no worker touches memory."""
         _drop((*self._loads, *self._moves))
         for store in self.store_orders():
             store.lease.abort()
@@ -432,7 +436,7 @@ class Transfers:
         transfer, counts = each.transfer, self.counts
         if receipt.outcome is not Outcome.OK:
             reason = f"rank {receipt.rank}: {receipt.reason or 'failed without a reason'}"
-            # One lost block below the host is one block; a copy of the device counts as a whole.
+            # Copies of lower tiers fail block by block, those of the device as a whole.
             below = isinstance(transfer, Question) or DEVICE not in (transfer.src, transfer.dst)
             if receipt.outcome is Outcome.PARTIAL and below:
                 each.failed.update(receipt.failed)
@@ -482,16 +486,16 @@ def _one_store(group: int, transfer_id: TransferId, orders: Sequence[StoreOrder]
 
 
 def _drop(orders: Iterable[InFlight]) -> None:
-    """No rank has heard of these: nothing was touched."""
+    """End the leases of orders that were never sent to a rank, so that no byte was touched."""
     for order in orders:
         for lease in order.leases:
             lease.abort() if lease.purpose is Purpose.WRITE else lease.release()
 
 
-# -- device blocks, as an engine and a scheduler speak of them ----------------------------------
+# -- device blocks and block tables -------------------------------------------------------------
 
 NO_BLOCK = -1
-"""In a block table: the engine keeps no device block here (outside a window, say)."""
+"""In a block table: the engine keeps no device block at this position (outside a window, say)."""
 
 BlockTable = Sequence[int] | npt.NDArray[np.integer]
 """One group's device blocks of a request, by position."""
@@ -500,9 +504,9 @@ BlockTable = Sequence[int] | npt.NDArray[np.integer]
 class Ordered(NamedTuple):
     """One group's part of a load or store: hold ``blocks`` until ``settle`` releases them.
 
-    ``positions`` are the blocks' places in the table of ``request`` (None where the engine offered
-    them), ``keys`` their names in the pool. The stores of one group and step travel together, so
-    several may name one ``transfer``.
+    ``positions`` are the blocks' indexes in the block table of ``request``, which is None if the
+    engine offered the blocks. ``keys`` are their keys in the pool. Stores of one group and step
+    share one ``transfer``.
     """
 
     group: int
@@ -514,36 +518,36 @@ class Ordered(NamedTuple):
 
 
 class EngineBlocks(Protocol):
-    """What an engine tells of its device blocks, so that ended requests can be stored late.
+    """What the scheduler asks an engine about device blocks, for the deferred stores.
 
-    ``request`` is the scheduler's own; the engine finds its own by the chain it gave it.
+    ``request`` is the scheduler's object; the engine finds its own request by the object's chain.
     """
 
     @property
     def evicts(self) -> bool:
-        """Whether the next blocks the engine gives away are some its own cache knows."""
+        """Whether the engine must evict from its own prefix cache to allocate the next blocks."""
 
     @property
     def num_free(self) -> int:
-        """Blocks that the engine could give to a request now."""
+        """Device blocks that the engine could allocate to a request now."""
 
     @property
     def num_held(self) -> int:
-        """Blocks that copies, and requests which have ended, keep from the engine."""
+        """Device blocks held for copies and for deferred stores of ended requests."""
 
     def tables(self, request: Any, num_tokens: int, from_token: int) -> Sequence[BlockTable]:
-        """A live request's tables for its first tokens; below ``from_token`` they may be blank."""
+        """Return a live request's block tables; below ``from_token`` they may be ``NO_BLOCK``."""
 
     def remains(self, request: Any, num_tokens: int, from_token: int) -> Sequence[BlockTable]:
-        """The same of one that has ended: whatever the engine still has of its blocks."""
+        """Return the same for an ended request, with the blocks that the engine still has."""
 
 
 def checked_blocks(
     group: int, table: BlockTable, blocks: range, *, least: int = NO_BLOCK
 ) -> npt.NDArray[np.int64]:
-    """These places of a block table, as numbers of our own; refuses what is no block number.
+    """Return a copy of these positions of a block table; InputError for an invalid block number.
 
-    A copy: the engine may write its table while the blocks are still being read or filled.
+    A copy, because the engine may change its table while the blocks are still being transferred.
     """
     part: Any = table[blocks.start : blocks.stop]
     if type(part) is not np.ndarray or part.dtype != np.int64:
@@ -558,14 +562,14 @@ def checked_blocks(
 
 
 def wrong_tables(tables: Sequence[BlockTable], num_groups: int) -> InputError:
-    """What to raise where there is not one table for each group."""
+    """Return the error to raise if there is not one table for each group."""
     return InputError(f"got {len(tables)} block tables for {num_groups} groups; give one per group")
 
 
 def held_blocks(
     tables: Sequence[BlockTable], block_tokens: Sequence[int], from_token: int
 ) -> tuple[DeviceBlocks, ...]:
-    """The device blocks of these tables from a token on, by group."""
+    """Return the device blocks of these tables from ``from_token`` on, by group."""
     found = []
     for group, (table, size) in enumerate(zip(tables, block_tokens, strict=True)):
         blocks = np.asarray(table, dtype=np.int64)[from_token // size :]
@@ -575,9 +579,9 @@ def held_blocks(
 
 @dataclass(frozen=True, kw_only=True)
 class EngineShape:
-    """As :class:`Scheduler` is asked for: checked when it is made, and the same from then on.
+    """The engine's fixed properties, as given to :class:`Scheduler`; checked when made.
 
-    ``block_bytes`` are those of one device block, by group; zeros if unknown.
+    ``block_bytes`` is the size of one device block, by group; zeros if unknown.
     """
 
     groups: tuple[Group, ...]
@@ -601,16 +605,16 @@ class EngineShape:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The tokens of a block, by group."""
+        """Tokens per block, by group."""
         return tuple(group.block_tokens for group in self.groups)
 
     @property
     def hash_tokens(self) -> int:
-        """What one key of a request's chain covers."""
+        """Tokens that one key of a request's chain covers."""
         return self.hash_block_tokens or min(self.sizes)
 
     def bound(self, given: int | None, share: float) -> int | None:
-        """A bound as given, or this share of the device's blocks; None where neither is known."""
+        """Return ``given``, or ``share`` of the device's blocks; None if neither is known."""
         if given is not None or self.num_device_blocks is None:
             return given
         return max(1, int(self.num_device_blocks * share))

@@ -1,13 +1,13 @@
-"""Writeback: which blocks of the host are copied to the tiers below it, and when.
+"""Writeback: which host blocks are copied to lower tiers, and when.
 
 ::
 
-    stored   as a store lands                      tiers that are written through
-    spill    the coldest, ahead of eviction        tiers that are spilled to, once a step
-    flush    all that only the host holds          the same, while idle and at close, if the tier
-                                                   outlives the process
+    stored   blocks whose store has completed      to write-through tiers, at once
+    spill    the coldest blocks, before eviction   to spill tiers, once a step
+    flush    blocks that only the host holds       to the first spill tier that outlives the
+                                                   process, while idle and at close
 
-A block that a tier already has is never copied again. Evicting such a block costs nothing.
+A block that a tier already has is never copied there again; evicting it from the host is free.
 """
 
 from __future__ import annotations
@@ -31,32 +31,32 @@ from kvferry.types import HOST, TierName, TransferId
 log = logging.getLogger(__name__)
 
 _CLEAN_SHARE = 8
-"""With spilling, the coldest slot in so many of the host has a copy below before it is needed."""
+"""At least the coldest 1/8 of the host's slots is spilled before it must be evicted."""
 
 _CLEAN_SECONDS = 0.1
-"""How often the coldest slots are searched again while nothing was stored, evicted or ended."""
+"""Seconds between searches of the coldest slots while no slot was reserved and no block stored."""
 
 _REST_SECONDS, _MOST_REST_SECONDS = 0.1, 30.0
-"""How long nothing is spilled to a tier after a transfer to it has failed."""
+"""First and longest pause, in seconds, of spills to a tier after a failed transfer to it."""
 
 _LOOK_RESTS = 20
-"""A flush searches the whole host again after so many times the last search's duration. A search of
+"""A flush searches the whole host again after 20 times the last search's duration. A search of
 100,000 blocks takes 13 ms, and a new request waits for it. (2 vCPU, Python 3.11, 2026-11-16.)"""
 
 _FLUSH_PIECES = 16
-"""A flush has so many pieces in flight."""
+"""Pieces that a flush has in flight."""
 _FLUSHING_SHARE = 8
-"""A flush may have one slot in so many in flight: blocks being copied cannot be evicted."""
+"""A flush has at most 1/8 of the host's slots in flight: blocks being copied cannot be evicted."""
 
 _LEAST_KEYS, _MOST_KEYS = 1 << 18, 1 << 20
-"""How many different keys the request counts tell apart, in 4 to 16 MiB."""
+"""Bounds on the number of keys that the request counts tell apart, in 4 to 16 MiB."""
 
 
 class Writeback:
-    """Copies blocks down. Owns the admissions, rests and the flush.
+    """Copies host blocks to lower tiers. Owns admission to tiers, pauses after failures, the flush.
 
-    Orders go to ``transfers``. Each is noted in ``moves``, which the caller takes it from when it
-    lands. Only tiers without an ailment are written to.
+    Orders go to ``transfers`` and into ``moves``; the caller removes a move when its transfer
+    completes. Only tiers that are available are written to.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Writeback:
         *,
         piece_slots: int,
     ) -> None:
-        """A flush has 16 ``piece_slots`` in flight."""
+        """``piece_slots`` are the host slots of one piece; a flush has 16 pieces in flight."""
         self._host = host
         self._tiers = tiers
         self._transfers = transfers
@@ -79,28 +79,28 @@ class Writeback:
         self._admissions: dict[TierName, SeenOften] = {}
         for tier in tiers:
             self._set_up(tier, config)
-        self._rests: dict[TierName, tuple[float, float]] = {}  # until when, and for how long
+        self._rests: dict[TierName, tuple[float, float]] = {}  # end and length of a tier's pause
         self._watermark = Watermark(
             least=host.num_slots // _CLEAN_SHARE, most=max(1, host.num_slots // 2)
         )
         self._num_reserved = host.num_reserved
-        self._clean = (-1, -1)  # the state in which nothing was left to spill
+        self._clean = (-1, -1)  # the host's state when a search last found nothing to spill
         self._clean_until = 0.0
-        lasting = {spec.name for spec in config.all_tiers if spec.outlives_us}
+        lasting = {spec.name for spec in config.all_tiers if spec.persists}
         spilled = [tier for tier in tiers if tier.name in lasting and tier.pool is not None]
         spilled = [tier for tier in spilled if tier.write is WriteMode.SPILL]
         self._flushed = spilled[0] if spilled else None  # the tier that outlives this process
         self._flush_seconds = config.tier_flush if spilled else 0.0  # of one flush
         most_flushing = min(_FLUSH_PIECES * piece_slots, host.num_slots // _FLUSHING_SHARE)
         self._most_flushing = max(1, most_flushing)
-        self._left = Keys.empty()  # what the last search for a flush found, and is not sent yet
+        self._left = Keys.empty()  # blocks of the last search that the flush has not sent yet
         self._seen = host.generation
         self._began = self._look_at = 0.0
 
     def _set_up(self, tier: LowerTier, config: Config) -> None:
         setting = {DISK: config.disk_admission, REMOTE: config.remote_admission}
         if setting.get(tier.name, "all") != "all":
-            tier.write = WriteMode.SPILL  # when a block is stored, it was requested once
+            tier.write = WriteMode.SPILL  # at its store, a block was requested only once
             num_keys = self._host.num_slots
             num_keys += tier.pool.num_slots if tier.pool is not None else _MOST_KEYS
             num_keys = min(max(num_keys, _LEAST_KEYS), _MOST_KEYS)
@@ -110,7 +110,7 @@ class Writeback:
 
     @property
     def counts_requests(self) -> bool:
-        """Whether it matters to a tier how often a block is requested."""
+        """Whether admission to some tier depends on how often a block was requested."""
         return bool(self._admissions)
 
     def requested(self, keys: Keys) -> None:
@@ -119,9 +119,9 @@ class Writeback:
             admission.see(keys)
 
     def wrote(self, tier: TierName, *, ok: bool) -> None:
-        """A copy to a tier has ended. After each failure the next spill waits twice as long.
+        """Note that a copy to a tier ended. Each failure doubles the pause before the next spill.
 
-        Blocks that could not be written are as cold as before, so every step would resend them.
+        Without a pause every step would resend the same blocks: they are still the coldest.
         """
         if ok:
             self._rests.pop(tier, None)
@@ -130,33 +130,41 @@ class Writeback:
         seconds = min(2 * seconds, _MOST_REST_SECONDS)
         self._rests[tier] = (self._clock() + seconds, seconds)
 
+    def note_health(self, tier: TierName) -> None:
+        """Note that a tier's health changed: its failures no longer count; the flush looks again.
+
+        Writes that an outage failed are of blocks that the last search had found.
+        """
+        self._rests.pop(tier, None)
+        self._seen = -1
+
     def reset(self) -> None:
-        """Forget everything, and never flush again: no later process asks for these blocks."""
+        """Drop the flush and never flush again: no later process can ask for these blocks."""
         self._flush_seconds = 0.0
         self._left = Keys.empty()
 
     def _is_resting(self, tier: LowerTier) -> bool:
         return self._rests.get(tier.name, (0.0, 0.0))[0] > self._clock()
 
-    # -- as they are stored ---------------------------------------------------------------------
+    # -- write-through --------------------------------------------------------------------------
 
     def stored(self, keys: Keys, *, parent: Key | None, chained: bool) -> None:
-        """These blocks were just stored in the host, behind ``parent`` if they are a chain."""
+        """Write blocks through that were just stored in the host, after ``parent`` in a chain."""
         for tier in self._tiers:
             if tier.write is WriteMode.THROUGH and not tier.ailment:
                 self._send(tier, keys, parent, chained=chained)
 
-    # -- before they are evicted ----------------------------------------------------------------
+    # -- spill ----------------------------------------------------------------------------------
 
     def spill(self) -> None:
-        """Copy down the blocks that the host would evict next. Call this once a step.
+        """Copy the blocks that the host would evict next to spill tiers. Call this once a step.
 
-        A burst that outruns the watermark evicts blocks that have no copy below yet.
+        A burst that outruns the watermark evicts blocks that no lower tier has yet.
         """
         self._watermark.demand(self._host.num_reserved - self._num_reserved)
         self._num_reserved = self._host.num_reserved
         wanted = self._watermark.depth - self._host.num_free
-        # A search of the coldest takes as long as a step's other work, and mostly finds nothing.
+        # Searching the coldest slots takes as long as the rest of a step, and mostly finds nothing.
         now = self._clock()
         state = (self._num_reserved, self._host.generation)
         if wanted <= 0 or (state == self._clean and now < self._clean_until):
@@ -171,40 +179,37 @@ class Writeback:
     def _spill_to(self, tier: LowerTier, wanted: int, now: float) -> bool:
         coldest = self._host.eviction.coldest(wanted)
         missing = coldest.take(~tier.known(coldest, now))
-        # Not chained: here ends come before beginnings, the order in which they should be evicted.
+        # Not chained. Reversed: the tier evicts the last block first, which is the coldest then.
         return self._send(tier, missing.take(self._admits(tier, missing))[::-1])
 
-    # -- while idle, and at close ---------------------------------------------------------------
+    # -- flush ----------------------------------------------------------------------------------
 
     @property
     def can_flush(self) -> bool:
-        """Whether a tier that outlives the process is spilled to and can be used."""
+        """Whether there is an available spill tier that outlives the process."""
         return bool(self._flush_seconds and self._flushed and not self._flushed.ailment)
 
     @property
     def flush_is_due(self) -> bool:
-        """Whether there may be something to flush: the engine should keep stepping."""
-        if not self._flush_seconds:
-            return False
-        return len(self._left) > 0 or self._host.generation != self._seen
+        """Whether blocks may remain to flush now, so that the engine should keep stepping."""
+        return self.can_flush and (len(self._left) > 0 or self._host.generation != self._seen)
 
     @property
     def is_flushing(self) -> bool:
-        """Whether there may be something to flush, or blocks are being stored or written.
+        """Whether blocks may remain to flush, or are being stored or written to a lower tier.
 
-        Promotions do not count: ``close`` would wait for a read that hangs.
+        Promotions do not count, or ``close`` would wait for a read that hangs.
         """
         is_writing = any(not (move.upward or move.late) for move in self._moves.values())
         return self.flush_is_due or is_writing or self._transfers.blocks_from_device > 0
 
     def flush(self) -> None:
-        """Order some of what only the host holds. Call this only while the engine is idle.
+        """Order the next blocks that only the host holds. Call this only while the engine is idle.
 
-        It searches the whole host where something was stored since the last search.
+        Searches the whole host if a block was stored since the last search.
         """
         tier = self._flushed
-        if tier is None or tier.ailment or not self.flush_is_due:
-            self._left, self._seen = Keys.empty(), self._host.generation
+        if tier is None or not self.flush_is_due:
             return
         now = self._clock()
         if self._host.generation != self._seen and now >= self._look_at:
@@ -219,7 +224,7 @@ class Writeback:
         num_going = sum(len(m.keys) for m in moves if m.tier is tier and not m.upward)
         count = self._most_flushing - num_going
         if count > 0:
-            # A run's end comes before its beginning here, as it should be evicted on the tier.
+            # Reversed: the ends of chains come last, so the tier evicts them first.
             keys, self._left = self._left[:count][::-1], self._left[count:]
             wanted = self._host.cached(keys) & ~tier.known(keys, now)
             wanted[wanted] = self._admits(tier, keys.take(wanted))
@@ -238,9 +243,9 @@ class Writeback:
     def _send(
         self, tier: LowerTier, keys: Keys, parent: Key | None = None, *, chained: bool = False
     ) -> bool:
-        """Order these blocks down, each as its tenant's; whether any of them goes."""
+        """Order copies of these blocks to a tier, by tenant; return whether any was ordered."""
         owners, parts, has_sent = self._host.eviction.tenants_of(keys), {0: keys}, False
-        if owners is not None:  # of a chain, which is stored together, they are all one tenant's
+        if owners is not None:  # blocks of one chain are stored together, by one tenant
             parts = {tenant: keys.take(owners == tenant) for tenant in np.unique(owners).tolist()}
         for tenant, part in parts.items() if len(keys) else ():
             room = tier.reserve(part, self._clock(), parent=parent, chained=chained, tenant=tenant)

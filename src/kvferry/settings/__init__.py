@@ -1,5 +1,5 @@
 """Readers of settings: sizes, paths, tiers, stores, policies, tenants, files and the environment.
 
-Owns what a value may look like and what a refusal says; the table of settings is
-``kvferry.config``, and acting on a value is left to the packages that use it.
+Owns the forms a value may have and the error messages; leaves the table of settings to
+``kvferry.config`` and the use of a value to other packages.
 """

@@ -1,4 +1,4 @@
-"""Which blocks make room for others: the eviction policies, and what each tenant keeps.
+"""Settings of eviction: the policy of each tier, and the share of each tenant.
 
 ::
 
@@ -7,9 +7,9 @@
 
     search=40%, chat=20%, *=fair     name=share; * is every other tenant
 
-A share is what a tenant keeps while others need room. *fair* is an even part of what the shares
-leave over, among the tenants that have blocks. Shares are parts of every tier with slots; a store
-that finds blocks by their keys decides itself what it keeps.
+A tenant keeps its share of a tier while other tenants need slots. *fair* splits the rest of the
+tier evenly among the tenants that have blocks. Shares hold for every tier with slots; a keyed tier
+decides itself which blocks it keeps.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ POLICIES = {
     "s3fifo": f"{_PACKAGE}s3fifo:S3Fifo",
     "wtinylfu": f"{_PACKAGE}wtinylfu:WTinyLfu",
 }
-"""The policies by name, and what makes each (``module:name``). A new policy adds a line here."""
+"""Factory (``module:name``) of each policy, by name. A new policy adds a line here."""
 
 DEFAULT_POLICY = "returns"
 DEFAULT_TIER_POLICY = "lru"
@@ -41,7 +41,7 @@ ACCEPTS = "|".join((*POLICIES, "package.module:factory"))
 
 
 def read_policy(name: str, value: object) -> str:
-    """A policy's name, or the path of a user's factory, which is looked up when it is opened."""
+    """Return a policy's name, or a factory's path, which is imported only when it is used."""
     text = value.strip() if isinstance(value, str) and len(value) <= _LONGEST else ""
     if text.lower() in POLICIES:
         return text.lower()
@@ -53,18 +53,18 @@ def read_policy(name: str, value: object) -> str:
     )
 
 
-EVERYBODY_ELSE = "*"
+OTHER_TENANTS = "*"
 NONE, OTHER, BEFORE = "none", "other", "before"
 RESERVED = (NONE, OTHER, BEFORE)
-"""Count requests without a tenant, tenants not told apart, and blocks of an earlier life."""
+"""Names in metrics for: no tenant, tenants counted together, blocks of an earlier process."""
 _MOST_NAMED = 32
 _FAIR = "fair"
-_ROUNDING = 1e-9  # shares that are written to add up to 100% are floats that may not
+_ROUNDING = 1e-9  # shares written to add up to 100% may exceed it as floats
 
 
 @dataclass(frozen=True)
 class TenantShare:
-    """One tenant's part; ``share`` is None where it is an even one."""
+    """One tenant's share of each tier; a ``share`` of None is *fair*."""
 
     name: str
     share: float | None = None
@@ -74,7 +74,7 @@ class TenantShare:
 
 
 def read_tenants(name: str, value: object) -> tuple[TenantShare, ...]:
-    """From text as above, a mapping of names to shares, or a tuple of shares."""
+    """Read shares from text (see the module), a mapping by name, or a tuple of TenantShare."""
     given = list(value.items()) if isinstance(value, Mapping) else value
     parts = split_list(name, given, "NAME=SHARE, ...", _MOST_NAMED)
     found = tuple(
@@ -91,7 +91,7 @@ def read_tenants(name: str, value: object) -> tuple[TenantShare, ...]:
 
 
 def _read_tenant(name: str, given: object) -> TenantShare:
-    """From ``name=share``, or from a name and the rest."""
+    """Read one share from ``name=share``, or from a pair of name and share."""
     pair = given if isinstance(given, tuple) else str(given).partition("=")[::2]
     tenant, share = str(pair[0]).strip(), str(pair[-1]).strip()
     if not tenant or len(tenant) > MOST_TENANT_CHARS or not tenant.isprintable():
@@ -100,6 +100,6 @@ def _read_tenant(name: str, given: object) -> TenantShare:
         raise ConfigError(f"{name}: {quoted(tenant)} has a meaning of its own; name it otherwise")
     if share.lower() in ("", _FAIR):
         return TenantShare(tenant)
-    if tenant == EVERYBODY_ELSE:
+    if tenant == OTHER_TENANTS:
         raise ConfigError(f"{name}: * stands for many tenants; it can only be {_FAIR}")
     return TenantShare(tenant, parse_share(share, name=f"{name}: {tenant}"))

@@ -1,8 +1,8 @@
-"""What a setting accepts, in words and in code: sizes, times, addresses, words, none, auto.
+"""The kinds of values that settings accept: sizes, times, addresses, words, none, auto.
 
-A :class:`Kind` reads a value from any source into one normal form, or refuses it by the setting's
-name, and shows a value as a file would write it. A secret, in a setting or in a file that one
-names, is never shown, not even where it is refused.
+A :class:`Kind` reads a value from any source into one normal form, or raises a ConfigError that
+names the setting. It also formats a value as a file would have it. A secret, in a setting or in a
+file that a setting names, is never shown, not even in an error.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _FILE = "file:"
 
 
 def read_file_name(name: str, value: object) -> str:
-    """An absolute path, as every process will open it."""
+    """Return an absolute, normalized path: processes of a server may differ in their directory."""
     given = os.fspath(value) if isinstance(value, (str, os.PathLike)) else None
     if not isinstance(given, str):
         raise ConfigError(f"{name}: expected a path, got {shown(value)}")
@@ -59,9 +59,10 @@ def read_file_name(name: str, value: object) -> str:
 
 
 def read_file(path: str | Path, what: str, most: int, *, is_private: bool = False) -> bytes:
-    """The content of a regular file of at most ``most`` bytes; ``what`` begins a ConfigError.
+    """Return the content of a regular file of at most ``most`` bytes.
 
-    A private file must not be readable by other users.
+    ``what`` begins the message of a ConfigError. Other users must not be able to read a private
+    file.
     """
     try:
         found = os.stat(path)
@@ -82,7 +83,7 @@ def read_file(path: str | Path, what: str, most: int, *, is_private: bool = Fals
 
 
 def read_secret(name: str, value: object) -> str:
-    """A secret of printable ASCII without spaces, or ``file:PATH`` of a file with it."""
+    """Return a secret of printable ASCII without spaces, given as text or as ``file:PATH``."""
     if not isinstance(value, str):
         raise ConfigError(f"{name}: expected text, or file:PATH of a file with it")
     secret, where = value.strip(), ""
@@ -103,10 +104,10 @@ def read_secret(name: str, value: object) -> str:
 def read_key(
     setting: str, file: str | None, variable: str, env: Mapping[str, str] | None = None
 ) -> bytes | None:
-    """The key in the file that ``setting`` names, or else in ``variable``; None without either.
+    """Return the key in ``file``, or else in the environment variable; None without either.
 
-    Read where it is used, so that no settings carry it. ConfigError, without a byte of the key,
-    where it cannot be used.
+    ``setting`` names the file's setting in errors. Call this where the key is used, so that no
+    Config holds it. ConfigError, without a byte of the key, if it is invalid.
     """
     if file is not None:
         what = f"{setting}: {quoted(file)}"
@@ -116,7 +117,7 @@ def read_key(
 
 
 def _key_of(content: bytes, what: str) -> bytes:
-    """32 bytes as they are, or base64 of as many."""
+    """Return the key from ``KEY_SIZE`` bytes or their base64."""
     if len(content) == KEY_SIZE:
         return content
     try:
@@ -136,7 +137,7 @@ U = TypeVar("U")
 
 
 class Auto(Enum):
-    """A value to be found by looking at the machine."""
+    """A value that kvferry finds out from the machine."""
 
     AUTO = "auto"
 
@@ -146,9 +147,9 @@ AUTO = Auto.AUTO
 
 @dataclass(frozen=True)
 class Kind(Generic[T]):
-    """What a setting accepts: in words, how it is read, how a value is shown.
+    """One kind of value: its description in ``words``, its reader and its formatter.
 
-    ``read`` takes the setting's name and a value and raises ConfigError.
+    ``read`` takes the setting's name and a value, and raises ConfigError.
     """
 
     words: str
@@ -157,7 +158,7 @@ class Kind(Generic[T]):
 
 
 class Bytes(int):
-    """A size that was read before: it may be small, where a bare number may not."""
+    """A size in bytes that was already read: reading it again needs no unit, however small."""
 
 
 def _read_size(name: str, value: object, minimum: int = 1) -> int:
@@ -177,7 +178,7 @@ PORT = Kind("port", lambda name, value: parse_count(value, name=name, maximum=65
 
 
 def one_of(*choices: str) -> Kind[str]:
-    """One of a few words, whatever their case."""
+    """Return the kind that accepts one of a few words, in any case."""
 
     def read(name: str, value: object) -> str:
         word = value.strip().lower() if isinstance(value, str) and value.isascii() else None
@@ -192,7 +193,7 @@ def one_of(*choices: str) -> Kind[str]:
 
 
 def matching(pattern: str, expected: str, words: str = "text") -> Kind[str]:
-    """Text of this pattern; ``expected`` describes it."""
+    """Return the kind that accepts text of this pattern; ``expected`` describes it in errors."""
 
     def read(name: str, value: object) -> str:
         text = value.strip() if isinstance(value, str) else ""
@@ -209,12 +210,12 @@ ADDRESS = matching(f"{_HOST_NAME}|{_IPV6}", "an address such as 127.0.0.1 or ::1
 
 
 def optional(kind: Kind[T]) -> Kind[T | None]:
-    """The same kind, or None; files and the environment write None as "none"."""
+    """Return the kind that also accepts None, which files and the environment write as "none"."""
     return _or(kind, None, "none")
 
 
 def or_auto(kind: Kind[T]) -> Kind[T | Auto]:
-    """The same kind, or "auto": found by looking at the machine."""
+    """Return the kind that also accepts "auto"."""
     return _or(kind, AUTO, AUTO.value)
 
 
@@ -230,10 +231,9 @@ def _or(kind: Kind[T], special: U, word: str) -> Kind[T | U]:
 
 
 def split_list(name: str, value: object, expected: str, most: int) -> list[object]:
-    """The items of a text with commas, or of a list; none of None, "" and "none".
+    """Return the items of a list or of text with commas; None, "" and "none" have no items.
 
-    ConfigError for another type, and for more than ``most`` items; ``expected`` describes the
-    items.
+    ConfigError for another type, and for more than ``most`` items; ``expected`` describes them.
     """
     if value is None or (isinstance(value, str) and value.strip().lower() in ("", "none")):
         return []

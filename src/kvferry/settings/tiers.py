@@ -1,11 +1,11 @@
-"""Which tiers there are below host memory, and how the settings name them.
+"""Settings of the lower tiers: disk directories, tiers of other kinds, the shared store.
 
 ::
 
     memory:2GiB                      a kind of kvferry and its options
     near=memory:2GiB                 the same under another name
     my_package.store:open_store:xyz  another tier: module, factory, and its options
-    s3://bucket/prefix?endpoint=http://127.0.0.1:9000    what is behind ? may be left out
+    s3://bucket/prefix?endpoint=http://127.0.0.1:9000    the part from ? on is optional
     gs://bucket/prefix  az://container/prefix?account=name  file:///mnt/shared/kvferry
     mooncake://master:50051?metadata=P2PHANDSHAKE&protocol=tcp&segment=4GiB
 """
@@ -37,7 +37,7 @@ _MOST_DIRECTORIES = 16
 
 
 def read_directories(name: str, value: object) -> tuple[str, ...]:
-    """Directories, none within another, from one text with commas or from a list."""
+    """Read directories, none within another, from text with commas or from a list."""
     given = [value] if isinstance(value, os.PathLike) else value
     parts = split_list(name, given, "a path or a list of paths", _MOST_DIRECTORIES)
     paths = [read_file_name(name, part) for part in parts]
@@ -55,7 +55,7 @@ S3, GOOGLE, AZURE, FILES, MOONCAKE = "s3", "gs", "az", "file", "mooncake"
 STORE_KINDS = (S3, GOOGLE, AZURE, FILES, MOONCAKE)
 
 P2P = "P2PHANDSHAKE"
-"""Mooncake's word for no metadata server: clients ask each other."""
+"""Mooncake's name for having no metadata server: clients ask each other."""
 
 _URL = r"https?://(\[[0-9A-Fa-f:]+\]|[^\s/:\[\]]+)(:[1-9][0-9]{0,4})?(/\S*)?"
 _ANY = matching(r".+", "text")
@@ -96,9 +96,9 @@ _MOST_PREFIX = 512
 
 @dataclass(frozen=True)
 class RemoteAddress:
-    """A store's address, checked: ``place`` is a bucket, or a master's host:port.
+    """The valid address of a shared store; ``place`` is its bucket, or a master's host:port.
 
-    A directory has no place: it is the prefix. No secret is part of an address: people see it.
+    A directory has no place: it is the prefix. An address holds no secret: it is shown to people.
     """
 
     kind: str
@@ -113,11 +113,11 @@ class RemoteAddress:
 
 
 def read_remote(name: str, value: object) -> RemoteAddress:
-    """The address of a shared store; ConfigError that says what to write instead."""
+    """Read the address of a shared store; the ConfigError says what to write instead."""
     if isinstance(value, RemoteAddress):
         return value
     if isinstance(value, str) and "@" in unquote(unquote(value)):
-        raise ConfigError(f"{name}: {_NO_SECRETS}")  # nothing of it is shown
+        raise ConfigError(f"{name}: {_NO_SECRETS}")  # shows no part of the value
     if not isinstance(value, str) or not value.isprintable():
         raise ConfigError(f"{name}: expected {_EXAMPLES}, got {shown(value)}")
     try:
@@ -164,25 +164,24 @@ _MOST_TIERS = 8
 _EXAMPLE = "memory:2GiB"
 _NAME = re.compile(r"[a-z][a-z0-9_-]{0,31}", re.ASCII)
 _NAMED = re.compile(r"([^:=]*)=(.*)", re.DOTALL)
-_OWN = re.compile(rf"({FACTORY.pattern})(?::(.*))?", re.ASCII | re.DOTALL)
-_TAKEN = (DEVICE, HOST, "other")  # mean something else in figures and transfers
+_FACTORY_TIER = re.compile(rf"({FACTORY.pattern})(?::(.*))?", re.ASCII | re.DOTALL)
+_TAKEN = (DEVICE, HOST, "other")  # have another meaning in metrics and transfers
 
 DISK = TierName("disk")
-"""The tier that the setting ``disk`` makes, and its kind."""
+"""Name and kind of the tier that the setting ``disk`` opens."""
 REMOTE = TierName("remote")
-"""The tier that the setting ``remote`` makes, and its kind."""
-
+"""Name and kind of the tier that the setting ``remote`` opens."""
 
 _KINDS = {
     "memory": "kvferry.tiers.memory:open_placed",
     "memory-by-key": "kvferry.tiers.memory:open_keyed",
 }
-"""Factories of tiers whose option is their size. A new kind adds a line here."""
+"""Factory of each kind of tier whose only option is its size. A new kind adds a line here."""
 
 
 @dataclass(frozen=True)
 class TierSpec:
-    """One tier as the settings name it: which factory opens it, and with what options."""
+    """One tier as the settings describe it: its name, the factory that opens it, and options."""
 
     name: TierName
     kind: str
@@ -190,25 +189,25 @@ class TierSpec:
     factory: str
 
     @property
-    def outlives_us(self) -> bool:
-        """Whether its blocks may be there after the process ended: not in our own memory."""
+    def persists(self) -> bool:
+        """Whether its blocks may survive this process: those in its own memory do not."""
         return self.kind not in _KINDS
 
     def __str__(self) -> str:
-        """As a setting would write it."""
-        told = f"{self.kind}:{self.options}" if self.options else self.kind
-        return told if self.name == _default_name(self.kind) else f"{self.name}={told}"
+        """Return the tier as the setting ``tiers`` would have it."""
+        text = f"{self.kind}:{self.options}" if self.options else self.kind
+        return text if self.name == _default_name(self.kind) else f"{self.name}={text}"
 
 
 def _default_name(kind: str) -> str:
-    """The name of a tier that was given none: its kind, or the module of its factory."""
+    """Return the name of a tier without a given one: its kind, or its factory's module."""
     return kind if kind in _KINDS else kind.split(":")[0].rpartition(".")[2].lower()
 
 
 def join_tiers(
     disk: Sequence[str], tiers: Sequence[TierSpec], remote: RemoteAddress | None
 ) -> tuple[TierSpec, ...]:
-    """All tiers that the settings name, nearest first. ConfigError where two have one name."""
+    """Return all tiers of the settings, nearest first. ConfigError if two have the same name."""
     joined = list(tiers)
     if disk:
         factory = "kvferry.tiers.disk.tier:open_disk"
@@ -226,13 +225,13 @@ def join_tiers(
 
 
 def read_tiers(name: str, value: object) -> tuple[TierSpec, ...]:
-    """Tiers, nearest first, from one text with commas or from a list of texts."""
+    """Read tiers, nearest first, from text with commas or from a list."""
     parts = split_list(name, value, f"tiers such as {_EXAMPLE}", _MOST_TIERS)
     return tuple(_read_tier(name, part) for part in parts)
 
 
 def show_tiers(tiers: tuple[TierSpec, ...]) -> str:
-    """Tiers as a setting would write them."""
+    """Return tiers as the setting ``tiers`` would have them."""
     return ", ".join(map(str, tiers)) or "none"
 
 
@@ -242,13 +241,13 @@ def _read_tier(setting: str, value: object) -> TierSpec:
     if not isinstance(value, str):
         raise ConfigError(f"{setting}: expected a tier such as {_EXAMPLE}, got {shown(value)}")
     named = _NAMED.fullmatch(value.strip())
-    own_name, told = (named[1].strip(), named[2].strip()) if named else ("", value.strip())
-    word, _, options = told.partition(":")
-    kind, own = word.strip().lower(), _OWN.fullmatch(told)
+    own_name, text = (named[1].strip(), named[2].strip()) if named else ("", value.strip())
+    word, _, options = text.partition(":")
+    kind, own = word.strip().lower(), _FACTORY_TIER.fullmatch(text)
     if kind in _KINDS:
         size = SIZE.show(SIZE.read(f"{setting}: {kind}", options))
         spec = TierSpec(TierName(own_name or kind), kind, size, _KINDS[kind])
-    elif own is not None:  # a user's factory; it is looked up when the tier is opened
+    elif own is not None:  # a user's factory; it is imported when the tier is opened
         factory, options = own[1], (own[2] or "").strip()
         spec = TierSpec(TierName(own_name or _default_name(factory)), factory, options, factory)
     else:
@@ -256,7 +255,7 @@ def _read_tier(setting: str, value: object) -> TierSpec:
         if kind in (DISK, REMOTE, *STORE_KINDS):
             hint = "; a disk and a shared store have settings of their own, disk and remote"
         raise ConfigError(
-            f"{setting}: there is no kind of tier {quoted(told)}{hint}; kinds: "
+            f"{setting}: there is no kind of tier {quoted(text)}{hint}; kinds: "
             f"{', '.join(f'{name}:SIZE' for name in _KINDS)}; or a factory of your own: "
             "package.module:function"
         )
@@ -264,6 +263,6 @@ def _read_tier(setting: str, value: object) -> TierSpec:
         raise ConfigError(
             f"{setting}: a tier cannot be called {quoted(spec.name)}; names are small letters, "
             f"digits, - and _, begin with a letter, and are not {', '.join(_TAKEN)}. Give it one: "
-            f"NAME={quoted(told)[1:-1]}"
+            f"NAME={quoted(text)[1:-1]}"
         )
     return spec

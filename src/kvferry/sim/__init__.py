@@ -1,5 +1,5 @@
-"""Simulation of eviction policies and sizes on a trace of requests, and the all-knowing bound.
+"""Simulation of eviction policies and capacities on a trace of requests.
 
-It owns the replay of requests without bytes and the scores. It leaves the format of traces to
-``kvferry.telemetry.traces`` and the policies to ``kvferry.cache.policies``.
+Owns the replay of requests without bytes, the scores, and the bound of a policy that knows the
+future. Leaves traces to ``kvferry.telemetry.traces``, policies to ``kvferry.cache.policies``.
 """

@@ -1,4 +1,4 @@
-"""Runs trials over a trace, shared among processes. All trials see the same requests."""
+"""Simulates policies and capacities on one trace, in parallel processes."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
-from concurrent.futures import Future as Promise
+from concurrent.futures import FIRST_EXCEPTION, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import chain
@@ -37,16 +36,16 @@ from kvferry.types import FIRST_RANK, MatchState, Outcome, Receipt, TierName
 
 Ints = npt.NDArray[np.int64]
 
-_MOSTLY = 0.5
-"""A request continues an earlier one if it has more than this share of that one's blocks."""
+_CONTINUATION_SHARE = 0.5
+"""A request continues an earlier request if it repeats more than this share of its blocks."""
 
 
 @dataclass(frozen=True, eq=False)
-class Future:
-    """The previous use of each block, in arrays of about 55 bytes for each block of the trace.
+class PreviousUses:
+    """The previous request that used each block of a trace. Takes about 55 bytes per block.
 
-    ``starts`` has the first block of each request, and the end. ``before`` is the last earlier
-    request with the same block, or -1. It never grows along a request.
+    ``starts[r]`` to ``starts[r + 1]`` are the blocks of request r. ``before`` has, for each block,
+    the latest earlier request with the same block, or -1. Along a request it never increases.
     """
 
     starts: Ints
@@ -54,8 +53,8 @@ class Future:
     times: npt.NDArray[np.float64]
 
     @classmethod
-    def of(cls, requests: Iterable[TraceRequest], *, keep_partial: bool = False) -> Future:
-        """Read every request once."""
+    def of(cls, requests: Iterable[TraceRequest], *, keep_partial: bool = False) -> PreviousUses:
+        """Read every request once. Partial last blocks count only with ``keep_partial``."""
         numbers, counts, times = [], [], []
         for request in requests:
             stored = len(request.numbers) if keep_partial else request.num_full
@@ -78,7 +77,7 @@ class Future:
         return len(self.times)
 
     def later_uses(self) -> tuple[Ints, Ints, Ints]:
-        """The number of blocks of each request that a later one uses next.
+        """Find the requests that reuse the blocks of each request next, and how many blocks each.
 
         Returns:
             ``(starts, later, counts)``. The entries of request r are at ``starts[r]`` to
@@ -87,7 +86,7 @@ class Future:
         owner = np.repeat(np.arange(self.num_requests), np.diff(self.starts))
         known = np.flatnonzero(self.before >= 0)
         earlier, later = self.before[known].astype(np.int64), owner[known]
-        # Along a request these lie in runs, because deeper blocks were never used later.
+        # Equal pairs are adjacent, because ``before`` never increases along a request.
         edges = np.flatnonzero((np.diff(earlier) != 0) | (np.diff(later) != 0)) + 1
         firsts = np.concatenate(([0], edges)) if len(known) else edges
         counts = np.diff(np.concatenate((firsts, [len(known)])))
@@ -97,10 +96,10 @@ class Future:
         return starts, later[order], counts[order]
 
     def continuations(self) -> tuple[Ints, Ints]:
-        """For each request, its conversation's number and the request that continues it, or -1.
+        """Return the conversation of each request, and the request that continues it or -1.
 
-        A request continues the last one with its deepest known block, if it has most of that one's
-        blocks. Otherwise it begins a conversation.
+        A request continues the latest one with its deepest known block, if it repeats most of that
+        request's blocks. Otherwise it begins a conversation.
         """
         conversation = np.arange(self.num_requests)
         continues = np.full(self.num_requests, -1, dtype=np.int64)
@@ -112,21 +111,21 @@ class Future:
                 continue
             earlier = int(self.before[first + known - 1])
             size = starts[earlier + 1] - starts[earlier]
-            if known > _MOSTLY * size:
+            if known > _CONTINUATION_SHARE * size:
                 conversation[request] = conversation[earlier]
                 if continues[earlier] < 0:
                     continues[earlier] = request
         return conversation, continues
 
 
-def all_knowing(future: Future, capacity: int) -> npt.NDArray[np.int64]:
-    """The number of leading blocks that each request finds."""
-    starts, later, counts = (each.tolist() for each in future.later_uses())
-    kept = [0] * future.num_requests
-    hits = np.zeros(future.num_requests, dtype=np.int64)
-    farthest: list[int] = []  # negated requests that blocks are kept for; some more than once
+def clairvoyant_hits(uses: PreviousUses, capacity: int) -> npt.NDArray[np.int64]:
+    """Return how many leading blocks each request finds in a cache that knows the future."""
+    starts, later, counts = (each.tolist() for each in uses.later_uses())
+    kept = [0] * uses.num_requests
+    hits = np.zeros(uses.num_requests, dtype=np.int64)
+    farthest: list[int] = []  # heap of -r for requests r that blocks are kept for; may repeat
     used = 0
-    for request in range(future.num_requests):
+    for request in range(uses.num_requests):
         hits[request] = kept[request]
         used -= kept[request]
         kept[request] = 0
@@ -145,14 +144,14 @@ def all_knowing(future: Future, capacity: int) -> npt.NDArray[np.int64]:
     return hits
 
 
-_MOST_STEPS = 1000
-"""A request computes its blocks if their promotion takes more steps."""
+_MAX_PROMOTION_STEPS = 1000
+"""Most steps that a request waits for a promotion. Then it computes its blocks."""
 
 
 class SchedulerReplay:
-    """Host memory and the tiers below it. Owns a scheduler, its pools and their clock.
+    """Replays requests on host memory and lower tiers. Owns a scheduler, its pools and their clock.
 
-    Transfers take no time: a block spilled in one step is on its tier in the next, and a promotion
+    Transfers take no time: a block spilled in one step is on its tier in the next. A promotion
     brings as many blocks as the host has room for.
     """
 
@@ -213,7 +212,7 @@ class SchedulerReplay:
             hints = Hints(ended=ended, continues=continues, within=within, session=sender)
         request = self.scheduler.open("", keys, hints)
         match = request.match()
-        for _ in range(_MOST_STEPS):
+        for _ in range(_MAX_PROMOTION_STEPS):
             if match.state is not MatchState.WAIT:
                 break
             self._step()
@@ -230,7 +229,7 @@ class SchedulerReplay:
         return tuple(found.tolist())
 
     def _where(self, keys: Keys) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-        """The nearest tier of each block. 0 is the host, and stands for missing blocks too."""
+        """Return the fastest tier of each block, the host as 0. Missing blocks get 0 too."""
         where = np.zeros(len(keys), dtype=np.int64)
         missing = ~self.host.cached(keys)
         for at, tier in enumerate(self.tiers, 1):
@@ -247,12 +246,12 @@ class SchedulerReplay:
 
 
 ALL_KNOWING = "all-knowing"
-"""The policy name of the bound."""
+"""Policy name of the bound: a policy that knows the future."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One policy at one capacity. ``write`` is how blocks reach the tiers below the host."""
+    """One policy at one capacity: blocks per tier, host first. ``write`` is ``tier_write``."""
 
     policy: str
     capacity: TierHits
@@ -262,10 +261,10 @@ class Trial:
 
 @dataclass(frozen=True, kw_only=True)
 class Simulation:
-    """The trials, their trace and the rules. Plain data, so that it travels to other processes.
+    """The trials, the files of their trace, and options. Plain data that can be sent to processes.
 
-    Partial last blocks are looked up, and stored only with ``keep_partial``. For a ``hints`` share
-    of the conversations the policy learns from the trace's future whether they continue.
+    Partial last blocks are looked up, but stored only with ``keep_partial``. For a share ``hints``
+    of the conversations, hints from the trace's future tell the policy whether they continue.
     """
 
     paths: tuple[Path, ...]
@@ -278,18 +277,18 @@ class Simulation:
 
 
 PREFILL_SECONDS = 50e-6
-"""Seconds to compute a prompt token: 20,000 tokens a second, a model of 8 billion weights on one
-card. ``simulate`` reports seconds saved with this and ``LOAD_SECONDS``."""
+"""Seconds to compute a prompt token: 20,000 tokens a second, as a model of 8 billion weights on one
+card does. The reported seconds saved use this and ``LOAD_SECONDS``."""
 LOAD_SECONDS = 2.6e-6
-"""Seconds to load the blocks of a token: 128 KiB at 50 GB/s."""
+"""Seconds to load the KV of a token: 128 KiB at 50 GB/s."""
 
 
 @dataclass(eq=False)
 class Score:
-    """The figures of one trial.
+    """The results of one trial.
 
-    ``hits`` are the blocks found on each tier, nearest first. A block counts if all blocks before
-    it in its request were found too.
+    ``hits`` has the blocks found on each tier, host first. A block counts if all blocks before it
+    in its request were found too.
     """
 
     trial: Trial
@@ -314,7 +313,7 @@ class Score:
 
     @property
     def hit_ratio(self) -> float:
-        """Blocks found of all blocks looked up."""
+        """Share of the looked-up blocks that hit."""
         return sum(self.hits) / self.blocks if self.blocks else 0.0
 
     @property
@@ -324,11 +323,11 @@ class Score:
 
     @property
     def seconds_saved(self) -> float:
-        """Prefill that is not computed, less the loads that take its place."""
+        """Seconds of prefill saved, less the seconds of the loads that replace it."""
         return self.hit_tokens * (PREFILL_SECONDS - LOAD_SECONDS)
 
     def as_data(self) -> dict[str, Any]:
-        """Plain data, ready for JSON."""
+        """Return the results as data for JSON."""
         return {
             "policy": self.trial.policy,
             "tier_policy": self.trial.tier_policy if len(self.trial.capacity) > 1 else None,
@@ -349,8 +348,8 @@ class Score:
 
 
 @dataclass(frozen=True)
-class Counted:
-    """The size of a trace, and the complaints about its lines."""
+class TraceSize:
+    """The size of a trace, and the errors in its lines."""
 
     block_tokens: int
     num_requests: int
@@ -362,17 +361,17 @@ class Counted:
     complaints: tuple[str, ...]
 
 
-Foretold = list[Evidence | None]
-"""For each request, a hint from the trace's future or none."""
+FutureHints = list[Evidence | None]
+"""For each request, a hint derived from the trace's future, or None."""
 
 
-def _reader(asked: Simulation) -> TraceReader:
-    return TraceReader(asked.paths, block_tokens=asked.block_tokens)
+def _reader(simulation: Simulation) -> TraceReader:
+    return TraceReader(simulation.paths, block_tokens=simulation.block_tokens)
 
 
-def count(asked: Simulation) -> Counted:
-    """Read the whole trace and count it."""
-    reader = _reader(asked)
+def measure_trace(simulation: Simulation) -> TraceSize:
+    """Read the whole trace; count its requests, blocks, tokens and invalid lines."""
+    reader = _reader(simulation)
     num_requests = num_blocks = num_tokens = 0
     first = last = 0.0
     for request in reader:
@@ -381,7 +380,7 @@ def count(asked: Simulation) -> Counted:
         num_requests += 1
         num_blocks += len(request.numbers)
         num_tokens += request.input_tokens
-    return Counted(
+    return TraceSize(
         reader.block_tokens,
         num_requests,
         num_blocks,
@@ -393,21 +392,21 @@ def count(asked: Simulation) -> Counted:
     )
 
 
-def foretell(asked: Simulation, counted: Counted) -> Foretold:
-    """Hints for a random share of the conversations."""
-    future = Future.of(_reader(asked))
-    conversation, next_request = future.continuations()
-    within = (future.times[next_request] - future.times).astype(np.float32)
-    told: Foretold = [
+def future_hints(simulation: Simulation) -> FutureHints:
+    """Derive hints from the trace's future for a random share of the conversations."""
+    uses = PreviousUses.of(_reader(simulation))
+    conversation, next_request = uses.continuations()
+    within = (uses.times[next_request] - uses.times).astype(np.float32)
+    hints: FutureHints = [
         Evidence(ended=True) if then < 0 else Evidence(continues=True, within=seconds)
         for then, seconds in zip(next_request.tolist(), within.tolist(), strict=True)
     ]
-    # The same conversations in every process, and with every numpy.
+    # A digest draws the same conversations in every process and with every version of numpy.
     drawn = [blake2b(b"0/%d" % each, digest_size=8).digest() for each in conversation.tolist()]
-    most = asked.hints * 2**64
+    most = simulation.hints * 2**64
     return [
         each if int.from_bytes(digest, "little") < most else None
-        for each, digest in zip(told, drawn, strict=True)
+        for each, digest in zip(hints, drawn, strict=True)
     ]
 
 
@@ -425,93 +424,93 @@ def _replay(trial: Trial, block_tokens: int) -> PoolReplay | SchedulerReplay:
 
 
 def run_trials(
-    asked: Simulation,
+    simulation: Simulation,
     trials: Sequence[Trial],
-    counted: Counted,
-    foretold: Foretold | None,
+    size: TraceSize,
+    hints: FutureHints | None,
 ) -> list[Score]:
-    """Serve every request of the trace to each trial."""
-    replays = [_replay(trial, counted.block_tokens) for trial in trials]
+    """Replay every request of the trace in each trial. Returns the trials' scores."""
+    replays = [_replay(trial, size.block_tokens) for trial in trials]
     scores = [Score(trial) for trial in trials]
-    for at, request in enumerate(_reader(asked)):
+    for at, request in enumerate(_reader(simulation)):
         keys, num_blocks = request.keys(), len(request.numbers)
-        storable = num_blocks if asked.keep_partial else request.num_full
-        evidence = (foretold[at] if foretold else None) or evidence_of(request.hints)
+        storable = num_blocks if simulation.keep_partial else request.num_full
+        evidence = (hints[at] if hints else None) or evidence_of(request.hints)
         for replay, score in zip(replays, scores, strict=True):
             began = time.thread_time()
             hits = replay.serve(keys, storable, request.at, evidence, request.input_tokens)
             score.seconds += time.thread_time() - began
-            score.add(num_blocks, request.input_tokens, hits, counted.block_tokens)
+            score.add(num_blocks, request.input_tokens, hits, size.block_tokens)
     for replay, score in zip(replays, scores, strict=True):
         score.stored, score.evicted = replay.stored, replay.evicted
     return scores
 
 
-def run_bound(asked: Simulation, bounds: Sequence[Trial], counted: Counted) -> list[Score]:
-    """The hits of a policy that knows the future, at each capacity."""
+def run_bound(simulation: Simulation, bounds: Sequence[Trial], size: TraceSize) -> list[Score]:
+    """Score a policy that knows the future, at each capacity."""
     sizes: list[tuple[int, int]] = []
 
     def noted() -> Iterator[TraceRequest]:
-        for request in _reader(asked):
+        for request in _reader(simulation):
             sizes.append((len(request.numbers), request.input_tokens))
             yield request
 
-    future = Future.of(noted(), keep_partial=asked.keep_partial)
+    uses = PreviousUses.of(noted(), keep_partial=simulation.keep_partial)
     scores = [Score(trial) for trial in bounds]
     for score in scores:
         began = time.perf_counter()
-        for at, hits in enumerate(all_knowing(future, sum(score.trial.capacity)).tolist()):
-            score.add(*sizes[at], (hits,), counted.block_tokens)
+        for at, hits in enumerate(clairvoyant_hits(uses, sum(score.trial.capacity)).tolist()):
+            score.add(*sizes[at], (hits,), size.block_tokens)
         score.seconds = time.perf_counter() - began
     return scores
 
 
 @dataclass(frozen=True, eq=False)
-class Simulated:
-    """The trace, a score for each trial, and a score of the bound for each capacity."""
+class SimulationResult:
+    """The trace's size, the score of each trial, and the score of the bound at each capacity."""
 
-    trace: Counted
+    trace: TraceSize
     scores: tuple[Score, ...]
     bounds: tuple[Score, ...]
 
 
-def simulate(asked: Simulation) -> Simulated:
-    """Run every trial. Raises InputError if the trace has no request to simulate."""
-    if not asked.trials:
+def simulate(simulation: Simulation) -> SimulationResult:
+    """Run every trial. Raises InputError if there is no trial or no request to simulate."""
+    if not simulation.trials:
         raise InputError("nothing to try: name a policy and a capacity")
-    counted = count(asked)
-    if not counted.num_requests:
-        first = f" ({counted.complaints[0]})" if counted.complaints else ""
-        raise InputError(f"there is no request to simulate in {asked.paths[0]}{first}")
-    foretold = foretell(asked, counted) if asked.hints else None
-    sums = dict.fromkeys(sum(trial.capacity) for trial in asked.trials if asked.bound)
-    bounds = [Trial(ALL_KNOWING, (capacity,)) for capacity in sums]  # all tiers as one
-    jobs = min(asked.jobs or os.cpu_count() or 1, len(asked.trials) + bool(bounds))
+    size = measure_trace(simulation)
+    if not size.num_requests:
+        first = f" ({size.complaints[0]})" if size.complaints else ""
+        raise InputError(f"there is no request to simulate in {simulation.paths[0]}{first}")
+    hints = future_hints(simulation) if simulation.hints else None
+    sums = dict.fromkeys(sum(trial.capacity) for trial in simulation.trials if simulation.bound)
+    bounds = [Trial(ALL_KNOWING, (capacity,)) for capacity in sums]  # its tiers count as one
+    jobs = min(simulation.jobs or os.cpu_count() or 1, len(simulation.trials) + bool(bounds))
     if jobs > 1:
-        scores, best = _together(asked, counted, foretold, bounds, jobs)
+        scores, best = _run_in_processes(simulation, size, hints, bounds, jobs)
     else:
-        scores = run_trials(asked, asked.trials, counted, foretold)
-        best = run_bound(asked, bounds, counted) if bounds else []
-    order = {trial: at for at, trial in enumerate(asked.trials)}
+        scores = run_trials(simulation, simulation.trials, size, hints)
+        best = run_bound(simulation, bounds, size) if bounds else []
+    order = {trial: at for at, trial in enumerate(simulation.trials)}
     scores.sort(key=lambda score: order[score.trial])
-    return Simulated(counted, tuple(scores), tuple(best))
+    return SimulationResult(size, tuple(scores), tuple(best))
 
 
-def _together(
-    asked: Simulation,
-    counted: Counted,
-    foretold: Foretold | None,
+def _run_in_processes(
+    simulation: Simulation,
+    size: TraceSize,
+    hints: FutureHints | None,
     bounds: Sequence[Trial],
     jobs: int,
 ) -> tuple[list[Score], list[Score]]:
-    """Deal the trials out to processes. Each reads the trace by itself."""
+    """Run the trials and the bound in ``jobs`` processes. Each process reads the trace itself."""
     context = get_context("spawn")
-    hands = [asked.trials[at::jobs] for at in range(jobs) if asked.trials[at::jobs]]
-    with ProcessPoolExecutor(jobs, context, initializer=_begin) as pool:
-        parts: list[Promise[list[Score]]] = [
-            pool.submit(run_trials, asked, hand, counted, foretold) for hand in hands
+    shares = [simulation.trials[at::jobs] for at in range(jobs) if simulation.trials[at::jobs]]
+    with ProcessPoolExecutor(jobs, context, initializer=_exit_with_parent) as pool:
+        parts: list[Future[list[Score]]] = [
+            pool.submit(run_trials, simulation, share, size, hints) for share in shares
         ]
-        best = [pool.submit(run_bound, asked, bounds, counted)] if bounds else []
+        best = [pool.submit(run_bound, simulation, bounds, size)] if bounds else []
         try:
             for ended in wait([*parts, *best], return_when=FIRST_EXCEPTION).done:
                 ended.result()
@@ -526,8 +525,8 @@ def _together(
         return scores, bound
 
 
-def _begin() -> None:
-    """Prepare a child process. It ends with its parent, however that ends."""
+def _exit_with_parent() -> None:
+    """Prepare a child process: it exits when its parent does, even if the parent is killed."""
 
     def end_with_parent() -> None:
         parent = parent_process()

@@ -1,7 +1,7 @@
-"""What kvferry counts, under names that stay: for Prometheus, dashboards and ``kvferry top``.
+"""Metrics under stable names, explanations of requests, recordings, and the HTTP endpoint.
 
-Reading costs the reader: the scheduler only counts, and a snapshot is taken when one is wanted,
-once for all clients that wait for it. Deciding what is cached is not this package's job.
+The scheduler only counts. A snapshot is taken when a client asks, and the HTTP thread formats it.
+Leaves decisions about what is cached to ``scheduler`` and ``cache``.
 """
 
 DEFAULT_PORT = 9475

@@ -1,4 +1,4 @@
-"""Every metric by name: what it counts, its labels, and all values a label can have."""
+"""All metrics: name, meaning, labels and label values; and their text for Prometheus."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ PREFIX = "kvferry_"
 MISSES = tuple(reason.value for reason in Reason if reason is not Reason.NOTHING_MISSED)
 VERDICTS = tuple(verdict.value for verdict in Verdict)
 IDLE_REASONS = ("refused", "failed")
-"""The model or the settings are not served; or kvferry raised an exception."""
+"""``refused``: the model or the settings are not supported. ``failed``: kvferry raised an error."""
 STATES = ("free", "cached", "leased", "unready")
 DRIVE_ERRORS = ("absent", "damaged", "drive", "late", "unreachable", "other")
-"""Why a block on disk could not be read or written: it was not there, its bytes had changed, the
-drive reported an error, its time was up, or the engine's memory could not be reached."""
+"""Why a block could not be read from disk or written. In order: absent, bytes changed, error of the
+drive, deadline passed, engine's memory unreachable, other."""
 
 _TIERS = "device, host and the tiers configured below it"
 _PATHS = (
@@ -39,12 +39,12 @@ class MetricKind(Enum):
     """How a metric behaves over time."""
 
     COUNTER = "counter"  # only grows; its name ends in _total
-    GAUGE = "gauge"  # as of now
+    GAUGE = "gauge"  # the current value
 
 
 @dataclass(frozen=True)
 class Label:
-    """One label. Its values are few: no request or key ever becomes one."""
+    """One label of a metric. It has few values: request ids and keys are never label values."""
 
     name: str
     values: str
@@ -52,7 +52,7 @@ class Label:
 
 @dataclass(frozen=True)
 class Metric:
-    """One name on the endpoint."""
+    """One metric. ``read`` takes its values from a snapshot."""
 
     name: str
     kind: MetricKind
@@ -63,11 +63,10 @@ class Metric:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """All that one process knows of itself: what the scheduler counted, and its memory.
+    """State of one process at one moment: the scheduler's counts, host memory and drives.
 
-    None is what this process does not know: in a server the workers pin memory, not the scheduler.
-    ``idle`` is one of ``IDLE_REASONS``, empty while it serves. ``disks`` has the drives' figures by
-    tier, of all ranks together.
+    A value is None where the process does not know it. ``idle`` is one of ``IDLE_REASONS``, or
+    empty while kvferry serves. ``disks`` has the drives' figures by tier, summed over all ranks.
     """
 
     stats: SchedulerStats
@@ -79,7 +78,7 @@ class Snapshot:
 
 
 Values = float | None | Mapping[Any, float]
-"""One value, none while it is unknown, or one for each label or combination of labels."""
+"""A metric's value, None while unknown, or a value for each label value or tuple of them."""
 
 
 _TIER = Label("tier", _TIERS)
@@ -87,7 +86,7 @@ _LOWER_TIER = Label("tier", "the tiers configured below the host")
 _TENANT = Label(
     "tenant",
     "none, those that the setting tenants names, the first 16 others that come, other, before (of "
-    "an earlier life)",
+    "an earlier process)",
 )
 _ROUTE = (Label("src", _TIERS), Label("dst", _TIERS), Label("path", _PATHS))
 _DRIVE_CALL = (_LOWER_TIER, Label("operation", "read, write"))
@@ -100,11 +99,11 @@ _VERDICT = Label("verdict", ", ".join(VERDICTS))
 
 Read = Callable[[Snapshot], Values]
 Labelled = tuple[Read, tuple[Label, ...]]
-"""Values for each of some labels."""
+"""A reader of values by label, and those labels."""
 
 
 def _of(whose: str, labels: tuple[Label, ...], name: str) -> Labelled:
-    """One figure of each of a snapshot's routes, pools, disks or tenants."""
+    """Read one attribute of every entry in one of the snapshot's mappings, such as its pools."""
     every, read = attrgetter(whose), attrgetter(name)
     return lambda s: {key: read(each) for key, each in every(s).items()}, labels
 
@@ -116,7 +115,7 @@ _tenants = partial(_of, "stats.tenants", (_TENANT,))
 
 
 def _drive(*names: str) -> Labelled:
-    """What drives read and wrote, by tier and operation."""
+    """Read the drives' attributes for reads and for writes, by tier and operation."""
     return lambda s: {
         (tier, operation): getattr(disk, name)
         for tier, disk in s.disks.items()
@@ -139,7 +138,7 @@ def _each(labels: tuple[str, ...], counts: Mapping[str, int]) -> Values:
 _READ: dict[str, Read] = {
     "info": lambda s: {s.version: 1},
     "idle": lambda s: None if s.idle is None else {e: float(e == s.idle) for e in IDLE_REASONS},
-    "idle_info": lambda s: None,  # where there is no scheduler
+    "idle_info": lambda s: None,  # only processes without a scheduler have it
     "full_hits": lambda s: s.stats.missed.get(Reason.NOTHING_MISSED.value, 0),
     "misses": lambda s: _each(MISSES, s.stats.missed),
     "decisions": lambda s: _each(VERDICTS, s.stats.verdicts),
@@ -159,13 +158,13 @@ _READ: dict[str, Read] = {
     "tier_unavailable": lambda s: {t: int(bool(why)) for t, why in s.stats.ailments.items()},
     "pinned_bytes": lambda s: s.pinned_bytes,
 }
-"""What is read otherwise than a figure of the scheduler by its name."""
+"""Readers of the metrics that are not simply an attribute of the scheduler's stats."""
 
 
 def _metric(
     kind: MetricKind, name: str, help: str, read: str | Labelled | None = None, *labels: Label
 ) -> Metric:
-    """``read`` takes the value from a snapshot, or names the scheduler's figure that it is."""
+    """Make a metric. ``read`` is a reader, or names an attribute of the scheduler's stats."""
     if isinstance(read, tuple):
         values, labels = read
     else:
@@ -178,15 +177,13 @@ _counter = partial(_metric, MetricKind.COUNTER)
 _gauge = partial(_metric, MetricKind.GAUGE)
 
 INFO = _gauge("info", "Always 1; the version that serves this.", None, Label("version", "one"))
-IDLE = _gauge(
-    "idle", "1 while kvferry serves nothing, by reason; where vLLM is the engine.", None, _IDLE
-)
+IDLE = _gauge("idle", "1 while kvferry is idle, by reason. Only with vLLM.", None, _IDLE)
 IDLE_INFO = _gauge(
-    "idle_info", "1 while kvferry serves nothing, with the words.", None, _IDLE_WORDS
+    "idle_info", "1 while kvferry is idle, with the reason in words.", None, _IDLE_WORDS
 )
 LOOKUPS = _counter("lookups", "Requests looked up.", "queries")
 LOOKUP_TOKENS = _counter(
-    "lookup_tokens", "Tokens that looked-up requests lacked on the device.", "asked_tokens"
+    "lookup_tokens", "Tokens of looked-up requests not on the device.", "asked_tokens"
 )
 HIT_TOKENS = _counter("hit_tokens", "Tokens loaded from the host instead of computed.")
 TIER_HIT_TOKENS = _counter(
@@ -194,25 +191,23 @@ TIER_HIT_TOKENS = _counter(
 )
 PROMOTED_TOKENS = _counter("promoted_tokens", "Tokens promoted from lower tiers first.")
 FULL_HITS = _counter("full_hits", "Requests for which nothing was missing.")
-MISSED = _counter("misses", "Requests that got less than they asked for.", None, _MISS)
+MISSED = _counter("misses", "Requests that missed tokens, by miss reason.", None, _MISS)
 DECISIONS = _counter("decisions", "Load-or-compute decisions.", None, _VERDICT)
 MOVED_COPIES = _counter("moved_copies", "Copies, summed over ranks.", _traffic("num_copies"))
 MOVED_BYTES = _counter("moved_bytes", "Bytes copied, summed over ranks.", _traffic("num_bytes"))
 MOVED_SECONDS = _counter(
     "moved_seconds", "Seconds of copying, summed over ranks.", _traffic("seconds")
 )
-COMPLETED = _counter("completed_transfers", "Transfers that every rank has answered for.", "landed")
-FAILED = _counter(
-    "failed_transfers", "Completed transfers that did not bring their bytes.", "failed"
-)
+COMPLETED = _counter("completed_transfers", "Transfers with a receipt from every rank.", "landed")
+FAILED = _counter("failed_transfers", "Completed transfers that failed.", "failed")
 OVERDUE = _counter(
-    "overdue_transfers", "Transfers whose deadline passed before their answer.", "overdue"
+    "overdue_transfers", "Transfers whose deadline passed before they completed.", "overdue"
 )
 EXPIRED_HITS = _counter("expired_hits", "Hits released because they were not loaded in time.")
 UNHEEDED_HINTS = _counter(
     "unheeded_hints", "Requests with hints, or an orchestrator's actions, that were not followed."
 )
-STALE_RECEIPTS = _counter("stale_receipts", "Answers that came twice or too late.")
+STALE_RECEIPTS = _counter("stale_receipts", "Receipts that came twice or too late.")
 DEFERRED_STORES = _counter(
     "deferred_stores", "Times that stores waited because too many were in flight.", "shed_stores"
 )
@@ -224,19 +219,22 @@ LOOKUP_BLOCKS = _counter(
     "lookup_blocks", "Blocks looked up in a tier that finds them by key.", None, _LOWER_TIER
 )
 FOUND_BLOCKS = _counter(
-    "found_blocks", "Blocks looked up in such a tier that were there.", None, _LOWER_TIER
+    "found_blocks", "Blocks found in a tier that finds them by key.", None, _LOWER_TIER
 )
 REFUSED_BLOCKS = _counter(
     "refused_blocks",
-    "Blocks that such a tier did not take: it was full, or refused to be written to.",
+    "Blocks that a tier without slots did not take: it was full or refused writes.",
     "refused",
     _LOWER_TIER,
 )
 LOST_BLOCKS = _counter(
-    "lost_blocks", "Blocks that failed alone in copies below the host that brought others."
+    "lost_blocks", "Blocks that failed in copies below the host that succeeded for others."
 )
 RESTORED_BLOCKS = _gauge(
-    "restored_blocks", "Blocks of an earlier life that a tier began with.", "restored", _LOWER_TIER
+    "restored_blocks",
+    "Blocks of an earlier process that a tier found at its start.",
+    "restored",
+    _LOWER_TIER,
 )
 DRIVE_BYTES = _counter(
     "drive_bytes", "Bytes read from and written to drives.", _drive("read_bytes", "written_bytes")
@@ -256,17 +254,17 @@ PENDING_BLOCKS = _gauge("pending_blocks", "Blocks written and not yet durable.",
 DURABLE_LAG = _gauge(
     "durable_lag_seconds", "Age of the oldest pending block.", _disks("durable_lag")
 )
-RESETS = _counter("resets", "Times that everything was forgotten.")
+RESETS = _counter("resets", "Times that the cache was reset.")
 TENANT_LOOKUPS = _counter("tenant_lookups", "Requests looked up, by tenant.", _tenants("queries"))
 TENANT_TOKENS = _counter(
-    "tenant_lookup_tokens", "Tokens lacking on the device.", _tenants("asked_tokens")
+    "tenant_lookup_tokens", "Tokens not on the device, by tenant.", _tenants("asked_tokens")
 )
 TENANT_HITS = _counter("tenant_hit_tokens", "Tokens loaded, by tenant.", _tenants("hit_tokens"))
 TENANT_SLOTS = _gauge("tenant_slots", "Slots that each tenant has.", _tenant_tiers("slots"))
 TENANT_EVICTED = _counter(
     "tenant_evicted_blocks", "Blocks evicted, by tenant.", _tenant_tiers("evicted")
 )
-SLOTS = _gauge("slots", "Places for one block, by what they hold.", None, _TIER, _STATE)
+SLOTS = _gauge("slots", "Slots by state.", None, _TIER, _STATE)
 PINNED_SLOTS = _gauge(
     "pinned_slots", "Slots that a pin, a TTL or a priority holds.", _pools("pinned")
 )
@@ -279,16 +277,16 @@ TIER_UNAVAILABLE = _gauge(
     _LOWER_TIER,
 )
 PINNED_BYTES = _gauge("pinned_bytes", "Host memory registered with a GPU driver, on all ranks.")
-IN_FLIGHT = _gauge("transfers_in_flight", "Transfers handed out and not yet answered.", "in_flight")
-QUEUED = _gauge("queued_transfers", "Copies ordered and not yet handed out.", "queued")
-BYTES_IN_FLIGHT = _gauge(
-    "bytes_in_flight", "Bytes between device and host, handed out or about to be."
+IN_FLIGHT = _gauge(
+    "transfers_in_flight", "Transfers sent to ranks, not yet completed.", "in_flight"
 )
+QUEUED = _gauge("queued_transfers", "Copies that wait for the next plan.", "queued")
+BYTES_IN_FLIGHT = _gauge("bytes_in_flight", "Bytes between device and host, in flight or queued.")
 LOAD_RATE = _gauge(
-    "load_bytes_per_second", "Bandwidth of loads, as decisions take it; if known.", "bandwidth"
+    "load_bytes_per_second", "Bandwidth of loads that decisions use, if known.", "bandwidth"
 )
 PREFILL_RATE = _gauge(
-    "prefill_tokens_per_second", "Prefill rate, as decisions take it; if known.", "prefill_rate"
+    "prefill_tokens_per_second", "Prefill rate that decisions use, if known.", "prefill_rate"
 )
 
 
@@ -296,12 +294,12 @@ _ALL = tuple(value for value in globals().values() if isinstance(value, Metric))
 
 
 def catalog() -> Iterator[Metric]:
-    """All metrics, in the order of this file."""
+    """Return all metrics, in the order of this file."""
     return iter(_ALL)
 
 
 class Sample(NamedTuple):
-    """One value of one metric; ``labels`` are in the order the metric has them."""
+    """One value of a metric. ``labels`` are the label values, in the order of ``metric.labels``."""
 
     metric: Metric
     labels: tuple[str, ...]
@@ -309,7 +307,7 @@ class Sample(NamedTuple):
 
 
 def samples(snapshot: Snapshot) -> Iterator[Sample]:
-    """Every metric's values, in the catalog's order; known labels begin at zero."""
+    """Yield every metric's values, in the catalog's order. Known label values start at zero."""
     for metric in _ALL:
         found = metric.read(snapshot)
         if isinstance(found, (int, float)):
@@ -320,7 +318,7 @@ def samples(snapshot: Snapshot) -> Iterator[Sample]:
 
 
 def idle(reason: str) -> Iterator[Sample]:
-    """Whether nothing is served, and why, where there is no scheduler to count anything."""
+    """Yield the samples of ``IDLE`` for an idle process, which has no scheduler."""
     return (Sample(IDLE, (each,), float(each == reason)) for each in IDLE_REASONS)
 
 
@@ -330,10 +328,9 @@ _ESCAPES = str.maketrans({"\\": r"\\", "\n": r"\n", '"': r"\""})
 
 
 def exposition(snapshot: Snapshot) -> bytes:
-    """The text that Prometheus scrapes: every metric that has a value, in the catalog's order.
+    """Return the text that Prometheus scrapes: every metric that has a value, in catalog order.
 
-    prometheus_client would take many times as long: while the text is made, the interpreter is not
-    the engine's.
+    prometheus_client would take many times as long, and meanwhile the engine could not run Python.
     """
     found: dict[str, list[str]] = {}
     for metric, labels, value in samples(snapshot):

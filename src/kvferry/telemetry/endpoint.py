@@ -3,7 +3,7 @@
 ::
 
     GET /metrics                        for Prometheus
-    GET /explain, /explain/REQUEST      for people
+    GET /explain, /explain/REQUEST      why requests hit or missed, as JSON
     POST /control/pin                   with Authorization: Bearer TOKEN
     {"request_id": "cmpl-5f2c", "seconds": 3600}
     {"tokens": [1, 2, 3, ...], "salt": ""}  or  {"keys": ["9f...", ...]}
@@ -27,8 +27,8 @@ from kvferry.hints import Hints, read_seconds
 from kvferry.scheduler.control import Acted, Control
 from kvferry.telemetry import DEFAULT_PORT
 from kvferry.telemetry.catalog import CONTENT_TYPE, exposition
-from kvferry.telemetry.http import LOOPBACK, HttpServer, Orders, Reply
-from kvferry.telemetry.source import Mailbox, Source, requests_of
+from kvferry.telemetry.http import LOOPBACK, HttpServer, PostHandler, Reply
+from kvferry.telemetry.source import Mailbox, Source, answer_requests
 from kvferry.types import RequestId
 
 _WELCOME = """kvferry
@@ -39,7 +39,7 @@ _WELCOME = """kvferry
 
 
 class Endpoint(Closing):
-    """Serves what a source knows, and passes orders to the control API. Owns its server."""
+    """Serves a source's metrics and explanations, and the control API. Owns its HTTP server."""
 
     def __init__(
         self,
@@ -48,16 +48,16 @@ class Endpoint(Closing):
         host: str = LOOPBACK,
         port: int = DEFAULT_PORT,
         last_port: int = 0,
-        control: Orders | None = None,
+        control: PostHandler | None = None,
     ) -> None:
-        """``port`` 0 takes any free one, ``url`` says which. ``control`` takes orders.
+        """Listen on ``port``, or on the next free port up to ``last_port``. 0 takes any free port.
 
-        If ``port`` is taken, the next free one up to ``last_port`` is used.
+        ``control`` handles control requests. Without it, the server refuses every POST.
         """
         self._source = source
         self._control = control
         self._server = HttpServer(
-            self._answer, host=host, port=port, last_port=last_port, orders=control
+            self._answer, host=host, port=port, last_port=last_port, post_handler=control
         )
 
     @property
@@ -76,7 +76,7 @@ class Endpoint(Closing):
                 return Reply(exposition(self._source.snapshot()), CONTENT_TYPE)
             case ("explain",):
                 source = self._source
-                return Reply.json({"requests": source.recent(), "tiers_away": source.away()})
+                return Reply.json({"requests": source.recent(), "tiers_away": source.unavailable()})
             case ("explain", request_id):
                 found = self._source.explain(request_id)
                 if found is None:
@@ -94,27 +94,26 @@ class Endpoint(Closing):
 
 
 KeysOfTokens = Callable[[list[int], str], Keys]
-"""From token ids and a salt to the keys that a request with them has."""
+"""Maps token ids and a salt to the keys of a request that has them."""
 
 ACTIONS = ("lookup", "hint", "pin", "unpin", "prefetch", "drop")
 _NAMED_BY = ("request_id", "tokens", "keys")
-_ALSO = {"hint": ("hints",), "pin": ("seconds",), "prefetch": ("seconds",)}
-_DONE_TWICE = ("unpin", "drop")
-"""A block that a later request of the order has too stays, so these actions are done twice."""
+_EXTRA_FIELDS = {"hint": ("hints",), "pin": ("seconds",), "prefetch": ("seconds",)}
+_RUN_TWICE = ("unpin", "drop")
+"""Actions run twice on several chains: the first run spares blocks that a later chain shares."""
 MAX_KEYS = 1 << 16
 MAX_TOKENS = 1 << 20
 _MAX_TOKEN = 2**63 - 1
 _KEY = re.compile(f"[0-9A-Fa-f]{{{2 * KEY_BYTES}}}")
 
-
 NamedChains = tuple[list[Keys], list[RequestId] | None]
-"""The chains that an order is for, and their requests where it named one."""
+"""The chains that a control request names; and their request ids if it names a request."""
 
 
 class ControlApi:
-    """Reads orders and has them carried out on the engine's thread, one at a time. Owns the token.
+    """Parses control requests and runs them on the engine's thread, one at a time. Owns the token.
 
-    Nothing is read of an order that its client may not give.
+    The body of a request without the right token is never parsed.
     """
 
     def __init__(
@@ -131,108 +130,108 @@ class ControlApi:
         self._keys_of_tokens = keys_of_tokens
 
     def refuse(self, path: tuple[str, ...], token: str | None) -> Reply | None:
-        """Why this client may not order that; None if it may."""
+        """Return an error reply if the token is wrong or the path unknown, else None."""
         if token is None:
-            return _no(HTTPStatus.UNAUTHORIZED, "an order needs Authorization: Bearer TOKEN")
+            return _error(HTTPStatus.UNAUTHORIZED, "an order needs Authorization: Bearer TOKEN")
         given = token.encode(errors="replace")
-        if not hmac.compare_digest(given, self._token):  # takes as long wherever they differ
-            return _no(HTTPStatus.FORBIDDEN, "this is not the token (control_token)")
+        if not hmac.compare_digest(given, self._token):  # in constant time
+            return _error(HTTPStatus.FORBIDDEN, "this is not the token (control_token)")
         if len(path) != 2 or path[0] != "control" or path[1] not in ACTIONS:
-            return _no(HTTPStatus.NOT_FOUND, f"orders are {', '.join(ACTIONS)}, under /control/")
+            return _error(HTTPStatus.NOT_FOUND, f"orders are {', '.join(ACTIONS)}, under /control/")
         return None
 
-    def carry_out(self, path: tuple[str, ...], body: bytes) -> Reply:
-        """Do it, and say what was done; what cannot be is refused, and nothing is done."""
+    def handle(self, path: tuple[str, ...], body: bytes) -> Reply:
+        """Run a control request. Returns its result, or an error reply if nothing was done."""
         try:
             work = self._read(path[-1], body)
-            done = self._mailbox.order(work)
+            done = self._mailbox.command(work)
         except (InputError, ConfigError) as error:
-            return _no(HTTPStatus.BAD_REQUEST, str(error))
+            return _error(HTTPStatus.BAD_REQUEST, str(error))
         except LookupError as error:
-            return _no(HTTPStatus.NOT_FOUND, str(error.args[0]))
+            return _error(HTTPStatus.NOT_FOUND, str(error.args[0]))
         except (StateError, DeadlineError) as error:
-            return _no(HTTPStatus.SERVICE_UNAVAILABLE, f"{error}; nothing was done")
+            return _error(HTTPStatus.SERVICE_UNAVAILABLE, f"{error}; nothing was done")
         return Reply.json(done)
 
     def close(self) -> None:
-        """Orders that wait for the engine fail."""
+        """Fail the control requests that wait for the engine."""
         self._mailbox.abandon("the engine closes")
 
     def _read(self, action: str, body: bytes) -> Callable[[], dict[str, object]]:
-        """All that can be done before the engine's turn."""
-        said = _object(body)
-        allowed = (*_NAMED_BY, "salt", *_ALSO.get(action, ()))
-        unknown = [name for name in said if name not in allowed]
+        """Parse and check a control request. Returns the work to do on the engine's thread."""
+        given_fields = _object(body)
+        allowed = (*_NAMED_BY, "salt", *_EXTRA_FIELDS.get(action, ()))
+        unknown = [name for name in given_fields if name not in allowed]
         if unknown:
             raise InputError(f"{action} has no {quoted(unknown[0])}; it has {', '.join(allowed)}")
-        find = self._finder(said)
-        act = self._action(action, said)
-        return lambda: _carried_out(action, act, find())
+        find = self._finder(given_fields)
+        act = self._action(action, given_fields)
+        return lambda: _run_action(action, act, find())
 
-    def _action(self, action: str, said: Mapping[str, Any]) -> Callable[[Keys], Acted]:
+    def _action(self, action: str, given_fields: Mapping[str, Any]) -> Callable[[Keys], Acted]:
         control = self._control
         if action == "hint":
-            hints = Hints.read(said.get("hints", {}))
+            hints = Hints.read(given_fields.get("hints", {}))
             return lambda keys: control.hint(keys, hints)
         if action in ("pin", "prefetch"):
-            given = said.get("seconds")
+            given = given_fields.get("seconds")
             seconds = None if given is None else read_seconds("seconds", given)
             do = control.pin if action == "pin" else control.prefetch
             return lambda keys: do(keys, seconds)
         plain: Callable[[Keys], Acted] = getattr(control, action)
         return plain
 
-    def _finder(self, said: Mapping[str, Any]) -> Callable[[], NamedChains]:
-        """What finds the keys, once it is the engine's turn; hashing is done here, before."""
-        named = [name for name in _NAMED_BY if name in said]
+    def _finder(self, given_fields: Mapping[str, Any]) -> Callable[[], NamedChains]:
+        """Return a function that finds the keys on the engine's thread. Tokens are hashed here."""
+        named = [name for name in _NAMED_BY if name in given_fields]
         if len(named) != 1:
             raise InputError(f"say which blocks, by one of {', '.join(_NAMED_BY)}")
-        if "salt" in said and named != ["tokens"]:
+        if "salt" in given_fields and named != ["tokens"]:
             raise InputError("a salt goes with tokens: keys and requests have theirs already")
         if named == ["request_id"]:
-            name = said["request_id"]
+            name = given_fields["request_id"]
             if not isinstance(name, str) or not name:
                 raise InputError(f"request_id must be a request's name, got {shown(name)}")
             return lambda: self._of_request(name)
         if named == ["tokens"]:
-            salt = said.get("salt", "")
+            salt = given_fields.get("salt", "")
             if not isinstance(salt, str):
                 raise InputError(f"salt must be text, got {shown(salt)}")
-            keys = self._keys_of_tokens(_tokens(said["tokens"]), salt)
+            keys = self._keys_of_tokens(_tokens(given_fields["tokens"]), salt)
         else:
-            keys = _keys(said["keys"])
+            keys = _keys(given_fields["keys"])
         return lambda: ([keys], None)
 
     def _of_request(self, name: str) -> NamedChains:
-        """On the engine's thread: the one its engine calls so, or all of the answer with this id.
+        """Find the request with this engine id, else all requests of the answer with this id.
 
-        Nothing else: an order for a name that is only like it would act on a stranger's request.
+        Similar ids must not match: the action would hit another client's request.
         """
         control = self._control
         keys = control.keys_of(name)
         if keys is not None:
             return [keys], [name]
-        found = {each: control.keys_of(each) for each in requests_of(name, control.request_ids())}
+        found = {
+            each: control.keys_of(each) for each in answer_requests(name, control.request_ids())
+        }
         known = {each: keys for each, keys in found.items() if keys is not None}
         if not known:
             raise LookupError(f"request {quoted(name)} is not remembered; name its tokens or keys")
         return list(known.values()), list(known)
 
 
-def _carried_out(
-    action: str, act: Callable[[Keys], Acted], found: NamedChains
-) -> dict[str, object]:
-    """Act on every chain; returns what was done with all of them together."""
+def _run_action(action: str, act: Callable[[Keys], Acted], found: NamedChains) -> dict[str, object]:
+    """Run an action on every chain. Returns the results, added up."""
     chains, request_ids = found
-    told = _together([act(keys) for keys in chains])
-    if action in _DONE_TWICE and len(chains) > 1:
-        again = _together([act(keys) for keys in chains])
+    told = _add_up([act(keys) for keys in chains])
+    if action in _RUN_TWICE and len(chains) > 1:
+        again = _add_up([act(keys) for keys in chains])
         told = replace(again, blocks=told.blocks + again.blocks)
     return asdict(told) | ({} if request_ids is None else {"request_ids": request_ids})
 
 
-def _together(done: Sequence[Acted]) -> Acted:
-    """What several actions found and did: what they have in common counts for each of them."""
+def _add_up(done: Sequence[Acted]) -> Acted:
+    """Add up the results of several chains. A block that chains share counts once per chain."""
     if len(done) == 1:
         return done[0]
     refused = tuple(dict.fromkeys(words for each in done for words in each.refused))
@@ -245,18 +244,18 @@ def _together(done: Sequence[Acted]) -> Acted:
     return Acted(**totals, refused=refused, is_under_way=is_under_way)
 
 
-def _no(status: HTTPStatus, words: str) -> Reply:
+def _error(status: HTTPStatus, words: str) -> Reply:
     return Reply.json({"error": words}, status)
 
 
 def _object(body: bytes) -> dict[str, Any]:
     try:
-        said = json.loads(body)
+        given_fields = json.loads(body)
     except (ValueError, RecursionError) as error:
         raise InputError(f"an order is a JSON object: {quoted(str(error))}") from None
-    if not isinstance(said, dict):
-        raise InputError(f"an order is a JSON object, got {shown(said)}")
-    return said
+    if not isinstance(given_fields, dict):
+        raise InputError(f"an order is a JSON object, got {shown(given_fields)}")
+    return given_fields
 
 
 def _tokens(value: object) -> list[int]:

@@ -1,8 +1,8 @@
-"""A small HTTP server: GET and HEAD, a table of answers that change nothing, and orders if wanted.
+"""A small HTTP server: read-only GET and HEAD, and POST if a handler for it is given.
 
-It lives in an engine's process, so it takes little of it however many clients come: one thread for
-all connections, a few for answers, a bound on connections, a deadline for each of them, and a rest
-after every bit of work, because the interpreter is the engine's.
+It runs in an engine's process, so its load is bounded however many clients connect. One thread
+serves all connections, a few threads compute replies, and each connection has a deadline. Every
+thread sleeps after its work, because the engine needs the interpreter.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 LOOPBACK = "127.0.0.1"
 MAX_HEAD_BYTES = 16 << 10
 MAX_BODY_BYTES = 8 << 20
-"""Of an order: a million token ids."""
+"""Most bytes of a POST body. A million token ids fit."""
 
 _HEAD_END = re.compile(rb"\r?\n\r?\n")
 _REQUEST_LINE = re.compile(r"([A-Z]{1,20}) ([!-~]+) HTTP/1\.[0-9]")
@@ -55,27 +55,27 @@ _HEADERS = {
 
 @dataclass(frozen=True)
 class HttpRequest:
-    """The parts of a path (``/explain/a%2Fb`` is ``("explain", "a/b")``), and what was posted."""
+    """The decoded path (``/explain/a%2Fb`` is ``("explain", "a/b")``) and the body of a POST."""
 
     path: tuple[str, ...]
     wants_body: bool = True
     posted: bytes | None = None
 
 
-class Orders(Protocol):
-    """Takes what is posted. Without one, a server refuses every POST."""
+class PostHandler(Protocol):
+    """Handles POST requests. Without a handler, a server refuses every POST."""
 
     def refuse(self, path: tuple[str, ...], token: str | None) -> Reply | None:
-        """Why this client may not order that; None if it may. Before its order is even read."""
+        """Return an error reply if the client is not allowed, else None. Called before the body."""
 
-    def carry_out(self, path: tuple[str, ...], body: bytes) -> Reply: ...
+    def handle(self, path: tuple[str, ...], body: bytes) -> Reply: ...
 
     def close(self) -> None: ...
 
 
 @dataclass(frozen=True)
 class Reply:
-    """What to answer: a status, a content type and a body."""
+    """An HTTP reply: status, content type and body."""
 
     body: bytes
     kind: str = "text/plain; charset=utf-8"
@@ -90,7 +90,7 @@ class Reply:
         return cls(f"{words}\n".encode(errors="replace"), status=status)
 
     def encoded(self, *, with_body: bool = True) -> bytes:
-        """As it goes over the line."""
+        """Return the bytes to send: status line, headers and body."""
         head = [f"HTTP/1.0 {self.status.value} {self.status.phrase}"]
         head += [f"{name}: {value}" for name, value in _HEADERS.items()]
         head += [
@@ -105,12 +105,12 @@ def read_request(
     received: bytes | bytearray,
     *,
     local_only: bool,
-    orders: Orders | None = None,
+    post_handler: PostHandler | None = None,
 ) -> HttpRequest | Reply | None:
-    """What a client asks for, or why it gets nothing; None while it has not sent all.
+    """Return the request in the received bytes, or an error reply, or None while bytes are missing.
 
-    ``local_only`` refuses a request for another name than a loopback one: it is of a page from
-    elsewhere whose name was pointed here (DNS rebinding).
+    ``local_only`` refuses a request whose host is not a loopback name. A web page from elsewhere
+    can send one if its name was pointed to this machine (DNS rebinding).
     """
     end = _HEAD_END.search(received[:MAX_HEAD_BYTES])
     if end is None:
@@ -120,7 +120,7 @@ def read_request(
     line, fields = _REQUEST_LINE.fullmatch(first), _fields(headers)
     if line is None or fields is None or len(fields.get("host", ())) > 1:
         return _refused(HTTPStatus.BAD_REQUEST)
-    if line[1] not in ("GET", "HEAD") and (line[1] != "POST" or orders is None):
+    if line[1] not in ("GET", "HEAD") and (line[1] != "POST" or post_handler is None):
         return _refused(HTTPStatus.NOT_IMPLEMENTED)
     try:
         target = urlsplit(line[2])
@@ -130,13 +130,13 @@ def read_request(
     if local_only and not (host and is_loopback(host[1] or host[2])):
         return Reply.refusal(HTTPStatus.FORBIDDEN, "ask for this by a loopback name")
     parts = tuple(unquote(part) for part in target.path.split("/") if part)
-    if line[1] != "POST" or orders is None:
+    if line[1] != "POST" or post_handler is None:
         return HttpRequest(parts, wants_body=line[1] == "GET")
-    refused = orders.refuse(parts, _token(fields))
-    return refused or _order(parts, fields, bytes(received[end.end() :]))
+    refused = post_handler.refuse(parts, _token(fields))
+    return refused or _posted_request(parts, fields, bytes(received[end.end() :]))
 
 
-def _order(
+def _posted_request(
     path: tuple[str, ...], fields: dict[str, list[str]], body: bytes
 ) -> HttpRequest | Reply | None:
     lengths = fields.get("content-length", [])
@@ -161,12 +161,12 @@ def is_loopback(host: str) -> bool:
         address = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:
         return False
-    mapped = getattr(address, "ipv4_mapped", None)  # as a socket for both kinds names IPv4
+    mapped = getattr(address, "ipv4_mapped", None)  # IPv4, as a dual-stack socket names it
     return bool((mapped or address).is_loopback)
 
 
 def _fields(headers: list[str]) -> dict[str, list[str]] | None:
-    """What the headers say, by their names in small letters; None where a line is no header."""
+    """Return header values by lower-case name, or None if a line is not a header."""
     fields: dict[str, list[str]] = {}
     for line in headers:
         match = _HEADER.fullmatch(line)
@@ -182,29 +182,30 @@ def _refused(status: HTTPStatus) -> Reply:
 
 MAX_CONNECTIONS = 64
 MAX_PORT = 65535
-_NUM_ANSWERING = 4
+_NUM_REPLY_THREADS = 4
 _BACKLOG = 128
 _CHUNK = 64 << 10
 _PATIENCE_SECONDS = 5.0
 _LEAVING_SECONDS = 1.0
 _SHORTAGE_SECONDS = 1.0
 _LAST_SECONDS = 0.25
-"""So long clients have at the end to take an answer that was being worked out."""
+"""Seconds that ``close`` leaves for replies that are being computed or sent."""
 
-_REST = 5
-"""Times as long as it has worked a thread rests; the connections' once that is worth a sleep."""
-_MIN_REST_SECONDS = 0.002
+_SLEEP_RATIO = 5
+"""A thread sleeps this many times its processor time. The connections' thread saves up sleeps
+shorter than ``_MIN_SLEEP_SECONDS``."""
+_MIN_SLEEP_SECONDS = 0.002
 
 Answer = Callable[[tuple[str, ...]], Reply | None]
-"""From the parts of a path (``/explain/a%2Fb`` is ``("explain", "a/b")``); None: no such page."""
+"""Maps the parts of a path to a reply. None means that there is no such page."""
 
 
 class HttpServer:
-    """Owns a listening socket, its connections, and the threads that serve them; ends in close.
+    """Owns a listening socket, its connections, and the threads that serve them.
 
-    At most MAX_CONNECTIONS at a time: a new one takes the place of the one that has taken longest
-    to send its request or to leave; if all wait for answers, it is closed. Bound to loopback, it
-    answers only requests for a loopback name.
+    At MAX_CONNECTIONS, a new connection replaces the one that has been sending its request or
+    leaving for longest. If all others wait for replies, the new one is closed. Bound to loopback,
+    the server answers only requests whose host is a loopback name.
     """
 
     def __init__(
@@ -215,30 +216,29 @@ class HttpServer:
         port: int = 0,
         last_port: int = 0,
         patience: float = _PATIENCE_SECONDS,
-        orders: Orders | None = None,
+        post_handler: PostHandler | None = None,
     ) -> None:
-        """``patience`` is for a whole request, and again for a whole reply.
+        """Listen on ``port``, or on the next free port up to ``last_port``. 0 takes any free port.
 
-        If ``port`` is taken, the next free one up to ``last_port`` is used.
-
-        ``orders`` gets what is posted, one at a time.
+        ``patience`` is the seconds to receive a request, and again to send its reply.
+        ``post_handler`` handles POST requests, one at a time.
         """
         self.host = host.removeprefix("[").removesuffix("]")
         self._listener = _listen(self.host, port, last_port)
         self.port = int(self._listener.getsockname()[1])
         self._answer = answer
-        self._orders = orders
+        self._post_handler = post_handler
         self._patience = patience
         self._local_only = is_loopback(self.host)
         self._tasks: set[asyncio.Task[None]] = set()
         self._connections: dict[asyncio.StreamWriter, asyncio.Task[None]] = {}
         self._idle: dict[asyncio.StreamWriter, None] = {}
-        """Those that read a request or wait for the client to leave, in the order they began to."""
-        self._worked = 0.0
+        """Connections that receive a request or wait for their client to leave, oldest first."""
+        self._throttled_at = 0.0
         self._is_closing = False
         name = f"kvferry-http-{self.port}"
-        self._answering = ThreadPoolExecutor(_NUM_ANSWERING, name)
-        self._ordering = asyncio.Lock()
+        self._pool = ThreadPoolExecutor(_NUM_REPLY_THREADS, name)
+        self._posting = asyncio.Lock()
         self._loop = asyncio.new_event_loop()
         self._end = asyncio.Event()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -246,7 +246,7 @@ class HttpServer:
 
     @property
     def url(self) -> str:
-        """Where it can be reached from this machine."""
+        """The server's address on this machine."""
         name = LOOPBACK if self.host in ("", "0.0.0.0", "::") else self.host
         return f"http://{f'[{name}]' if ':' in name else name}:{self.port}/"
 
@@ -255,8 +255,8 @@ class HttpServer:
         if self._is_closing:
             return
         self._is_closing = True
-        self._answering.shutdown(cancel_futures=True)  # what was not begun is not done any more
-        with suppress(RuntimeError):  # it has ended already
+        self._pool.shutdown(cancel_futures=True)  # drops replies not yet begun
+        with suppress(RuntimeError):  # the loop is closed already
             self._loop.call_soon_threadsafe(self._end.set)
         self._thread.join()
 
@@ -271,10 +271,10 @@ class HttpServer:
             self._loop.close()
 
     async def _serve(self) -> None:
-        self._let_clients_in()
+        self._start_accepting()
         await self._end.wait()
         self._loop.remove_reader(self._listener)
-        await asyncio.sleep(0)  # clients that were just let in begin to converse
+        await asyncio.sleep(0)  # tasks of new connections start
         last = [task for each, task in self._connections.items() if each not in self._idle]
         if last:
             await asyncio.wait(last, timeout=_LAST_SECONDS)
@@ -282,42 +282,42 @@ class HttpServer:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await asyncio.sleep(0)  # sockets are closed in the loop's next turn
+        await asyncio.sleep(0)  # asyncio closes sockets in the loop's next iteration
 
-    def _let_in(self) -> None:
+    def _accept(self) -> None:
         try:
             client, _ = self._listener.accept()
         except (BlockingIOError, ConnectionAbortedError):
-            return  # it has gone again
-        except OSError as error:  # no descriptors are left
+            return  # the client has disconnected
+        except OSError as error:  # no file descriptor is left
             log.warning("port %d lets no client in for now: %s", self.port, error)
             self._loop.remove_reader(self._listener)
-            self._loop.call_later(_SHORTAGE_SECONDS, self._let_clients_in)
+            self._loop.call_later(_SHORTAGE_SECONDS, self._start_accepting)
             return
         client.setblocking(False)
-        task = self._loop.create_task(self._converse(client))
+        task = self._loop.create_task(self._serve_connection(client))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def _let_clients_in(self) -> None:
+    def _start_accepting(self) -> None:
         if not self._end.is_set():
-            self._loop.add_reader(self._listener, self._let_in)
+            self._loop.add_reader(self._listener, self._accept)
 
-    def _rest(self) -> None:
-        """However many clients come, most of the time is the engine's."""
-        seconds = _REST * (time.thread_time() - self._worked)
-        if seconds >= _MIN_REST_SECONDS:
+    def _throttle(self) -> None:
+        """Sleep in proportion to the work done, so that the engine gets most of the time."""
+        seconds = _SLEEP_RATIO * (time.thread_time() - self._throttled_at)
+        if seconds >= _MIN_SLEEP_SECONDS:
             time.sleep(seconds)
-            self._worked = time.thread_time()
+            self._throttled_at = time.thread_time()
 
-    async def _converse(self, client: socket.socket) -> None:
+    async def _serve_connection(self, client: socket.socket) -> None:
         try:
             reader, writer = await asyncio.open_connection(sock=client)
         except OSError:
             client.close()
             return
         if len(self._connections) >= MAX_CONNECTIONS:
-            self._end_one(next(iter(self._idle), writer))
+            self._drop_connection(next(iter(self._idle), writer))
         if writer.transport.is_closing():
             return
         task = asyncio.current_task()
@@ -326,79 +326,81 @@ class HttpServer:
         self._idle[writer] = None
         patience = self._patience
         try:
-            asked = await asyncio.wait_for(self._read(reader), patience)
+            request = await asyncio.wait_for(self._read(reader), patience)
             self._idle.pop(writer, None)
-            reply = asked if isinstance(asked, bytes) else await self._answer_to(asked)
-            writer.transport.set_write_buffer_limits(0)  # all of it is to be written in time
+            reply = request if isinstance(request, bytes) else await self._reply_to(request)
+            writer.transport.set_write_buffer_limits(0)  # drain() then waits for the last byte
             writer.write(reply)
             await asyncio.wait_for(writer.drain(), patience)
-            # Closed at once, unread bytes of the client would take our reply along.
+            # Closing with unread input would reset the connection and could lose the reply.
             self._idle[writer] = None
             writer.write_eof()
             await asyncio.wait_for(self._drain(reader), _LEAVING_SECONDS)
         except (OSError, asyncio.TimeoutError):
-            pass  # the client has gone, or takes too long
+            pass  # the client has disconnected or is too slow
         finally:
-            self._end_one(writer)
+            self._drop_connection(writer)
 
-    def _end_one(self, writer: asyncio.StreamWriter) -> None:
+    def _drop_connection(self, writer: asyncio.StreamWriter) -> None:
         self._connections.pop(writer, None)
         self._idle.pop(writer, None)
         writer.transport.abort()
 
     async def _drain(self, reader: asyncio.StreamReader) -> None:
         while await reader.read(_CHUNK):
-            self._rest()
+            self._throttle()
 
     async def _read(self, reader: asyncio.StreamReader) -> bytes | HttpRequest:
-        """Read a request; returns it, or why it gets nothing."""
+        """Read a request. Returns it, or an encoded error reply."""
         received = bytearray()
         while True:
             chunk = await reader.read(_CHUNK)
             if not chunk:
                 raise ConnectionResetError("the client left before it had asked")
             received += chunk
-            asked = read_request(received, local_only=self._local_only, orders=self._orders)
-            self._rest()
-            if asked is not None:
-                return asked.encoded() if isinstance(asked, Reply) else asked
+            request = read_request(
+                received, local_only=self._local_only, post_handler=self._post_handler
+            )
+            self._throttle()
+            if request is not None:
+                return request.encoded() if isinstance(request, Reply) else request
 
-    # -- answers, on other threads --------------------------------------------------------------
+    # -- replies, on other threads --------------------------------------------------------------
 
-    async def _answer_to(self, asked: HttpRequest) -> bytes:
-        """Orders are carried out in turn, so that answers wait for one of them at most."""
-        async with nullcontext() if asked.posted is None else self._ordering:
-            return await self._loop.run_in_executor(self._answering, self._work_out, asked)
+    async def _reply_to(self, request: HttpRequest) -> bytes:
+        """Compute a reply on another thread. POST requests take turns, to occupy one thread."""
+        async with nullcontext() if request.posted is None else self._posting:
+            return await self._loop.run_in_executor(self._pool, self._compute_reply, request)
 
-    def _work_out(self, asked: HttpRequest) -> bytes:
-        """Every client gets an answer, even if working it out raises."""
+    def _compute_reply(self, request: HttpRequest) -> bytes:
+        """Return the encoded reply. An exception becomes a reply with status 500."""
         began = time.thread_time()
         try:
-            if asked.posted is not None and self._orders is not None:
-                reply: Reply | None = self._orders.carry_out(asked.path, asked.posted)
+            if request.posted is not None and self._post_handler is not None:
+                reply: Reply | None = self._post_handler.handle(request.path, request.posted)
             else:
-                reply = self._answer(asked.path)
+                reply = self._answer(request.path)
         except Exception as error:
-            log.warning("/%s could not be answered", "/".join(asked.path), exc_info=True)
+            log.warning("/%s could not be answered", "/".join(request.path), exc_info=True)
             words = f"{type(error).__name__}: {error}"
             reply = Reply.refusal(HTTPStatus.INTERNAL_SERVER_ERROR, words)
         reply = reply or Reply.refusal(HTTPStatus.NOT_FOUND, "there is no such page here")
-        encoded = reply.encoded(with_body=asked.wants_body)
-        time.sleep(_REST * (time.thread_time() - began))
+        encoded = reply.encoded(with_body=request.wants_body)
+        time.sleep(_SLEEP_RATIO * (time.thread_time() - began))
         return encoded
 
 
 def _listen(host: str, port: int, last_port: int) -> socket.socket:
     listener = None
     try:
-        if not 0 <= port <= MAX_PORT:  # the resolver would take it, cut to 16 bits
+        if not 0 <= port <= MAX_PORT:  # getaddrinfo would cut it to 16 bits
             raise ValueError(f"a port is at most {MAX_PORT}")
         family, kind, protocol, _, address = socket.getaddrinfo(
             host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         listener = socket.socket(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if host == "::":  # every address, the old ones too
+        if host == "::":  # every address, IPv4 too
             listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
         listener.bind(address)
         listener.listen(_BACKLOG)

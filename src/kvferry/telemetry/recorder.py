@@ -1,6 +1,6 @@
-"""The recorder: writes requests as a trace that ``kvferry simulate`` reads, without any token.
+"""The recorder: writes requests, without tokens, as a trace that ``kvferry simulate`` reads.
 
-The engine's thread only notes a request; a thread beside it does the rest.
+The engine's thread only queues a request. The recorder's own thread writes it.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ from kvferry.telemetry.traces import RECORDED_HINTS
 
 log = logging.getLogger("kvferry")
 
-_LOOK_SECONDS = 1.0
-_REST = 19
-"""It rests so many times as long as it worked: at most a twentieth of one processor is its."""
-_MOST_REST = 1.0
-_MOST_WAITING = 4096
+_POLL_SECONDS = 1.0
+_SLEEP_RATIO = 19
+"""The thread sleeps this many times its processor time, to use at most 1/20 of one processor."""
+_MAX_SLEEP_SECONDS = 1.0
+_MAX_QUEUED = 4096
 _LAST_SECONDS = 0.5
-"""How long it writes what waits when it closes."""
+"""Seconds that the thread spends on queued requests after ``close`` is called."""
 _CLOSE_SECONDS = 0.9
-"""How long ``close`` waits for that, and for the file system."""
+"""Seconds that ``close`` waits for the thread, which a file system may hang."""
 _LEAST_TOKENS = 128
-"""Tokens of a recorded block, at least: one key for many short blocks keeps the file small."""
+"""Fewest tokens of a recorded block. One number for several short blocks keeps the file small."""
 _NUMBER_BYTES = 6
-"""Of a block's number: every reader of JSON has it exactly (below 2**53), and no two are equal."""
+"""Bytes of a block's number. JSON readers parse it exactly (below 2**53); equal ones are rare."""
 _SALT_BYTES = 32
 
 
 class RecordedRequest(NamedTuple):
-    """Facts of one request: when it came (the scheduler's time), its prompt's keys and tokens."""
+    """One request to record: its arrival (the scheduler's clock), its prompt's keys and tokens."""
 
     at: float
     keys: Keys
@@ -54,11 +54,11 @@ class RecordedRequest(NamedTuple):
 
 
 class Recorder:
-    """Writes requests in their order. Owns the file, a secret, and a thread.
+    """Writes requests in their order of arrival. Owns the file, a secret, and a thread.
 
     A block's number in the file is a digest of its key under a secret that is never written and
-    dies with the process: knowing a prompt does not help to find it there. The thread begins with
-    the first request. Requests beyond its capacity are dropped and counted (``num_missed``).
+    ends with the process. So a known prompt cannot be found in the file. The thread starts with the
+    first request. Requests that its queue cannot take are dropped and counted (``num_missed``).
     """
 
     def __init__(
@@ -69,29 +69,29 @@ class Recorder:
         most_bytes: int,
         now: float,
     ) -> None:
-        """``block_tokens`` is what a key of a request covers, ``now`` the scheduler's time."""
+        """``block_tokens`` is the tokens per key, ``now`` the current scheduler's time."""
         self.num_missed = 0
         self._every = -(-_LEAST_TOKENS // block_tokens)
         self._block_tokens = self._every * block_tokens
         self._salt = secrets.token_bytes(_SALT_BYTES)
         self._offset = time.time() - now
-        self._waiting: deque[RecordedRequest] = deque()
+        self._queue: deque[RecordedRequest] = deque()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self.file = TraceFile(path, most_bytes)
 
     def see(self, request: RecordedRequest) -> None:
-        """Take a request, without waiting."""
-        if len(self._waiting) >= _MOST_WAITING or self._stop.is_set():
+        """Queue a request, without waiting."""
+        if len(self._queue) >= _MAX_QUEUED or self._stop.is_set():
             self.num_missed += 1
             return
-        self._waiting.append(request)
+        self._queue.append(request)
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="kvferry-recorder", daemon=True)
             self._thread.start()
 
     def close(self) -> None:
-        """Write what waits, and end the file; within a second. Safe to call twice."""
+        """Write queued requests and close the file, within a second. Safe to call twice."""
         if self._stop.is_set():
             return
         self._stop.set()
@@ -103,26 +103,26 @@ class Recorder:
             log.warning("the file system of %s hangs: its recording ends later", self.file.path)
 
     def _run(self) -> None:
-        while not self._stop.wait(_LOOK_SECONDS):
+        while not self._stop.wait(_POLL_SECONDS):
             self._write()
             self.file.flush()
         deadline = time.monotonic() + _LAST_SECONDS
-        while self._waiting and time.monotonic() < deadline:
+        while self._queue and time.monotonic() < deadline:
             self._write_one()
-        self.num_missed += len(self._waiting)
+        self.num_missed += len(self._queue)
         self.file.close()
         if self.num_missed:
             words = "%d requests came faster than they could be recorded in %s"
             log.warning(words, self.num_missed, self.file.path)
 
     def _write(self) -> None:
-        while self._waiting and not self._stop.is_set():
+        while self._queue and not self._stop.is_set():
             began = time.thread_time()
             self._write_one()
-            self._stop.wait(min(_MOST_REST, _REST * (time.thread_time() - began)))
+            self._stop.wait(min(_MAX_SLEEP_SECONDS, _SLEEP_RATIO * (time.thread_time() - began)))
 
     def _write_one(self) -> None:
-        request = self._waiting.popleft()
+        request = self._queue.popleft()
         line: dict[str, Any] = {
             "timestamp": round(1000 * (request.at + self._offset)),
             "input_length": request.num_tokens,
@@ -151,20 +151,20 @@ _OWNER_ONLY = 0o600
 
 
 class TraceFile:
-    """Owns the newest file of a recording, locked. The one before it is NAME.1.
+    """Owns the newest file of a recording, NAME, and its lock. The previous file is NAME.1.
 
-    Each has half of all bytes. A file that is there already is from an earlier recording and
-    becomes NAME.1. Where another process writes under this name, ours is NAME-1, and so on. A fault
-    while writing ends the recording, with a line in the log.
+    Each takes half of ``most_bytes``. An existing NAME is from an earlier recording and becomes
+    NAME.1. If another process writes to NAME, this one writes to NAME-1, and so on. A write error
+    ends the recording and is logged.
     """
 
     def __init__(self, path: Path, most_bytes: int) -> None:
-        """ConfigError where nothing can be written there."""
+        """Open the file. Raises ConfigError if it cannot be written."""
         self._most_bytes = most_bytes // 2
         try:
             for number in range(_MOST_WRITERS):
                 self.path = path.with_name(f"{path.name}-{number}") if number else path
-                self._file = _begin(self.path)
+                self._file = _open_locked(self.path)
                 if self._file is not None:
                     return
             raise OSError(f"{_MOST_WRITERS} others write under this name")
@@ -175,20 +175,20 @@ class TraceFile:
             ) from error
 
     def write(self, line: Mapping[str, object]) -> None:
-        """One request, as :mod:`kvferry.telemetry.traces` reads it."""
+        """Append one request, in the format of :mod:`kvferry.telemetry.traces`."""
         self._do(self._write, json.dumps(line, separators=(",", ":")).encode() + b"\n")
 
     def flush(self) -> None:
-        """Let others see what was written so far."""
+        """Make the lines written so far visible to other processes."""
         self._do(lambda file: file.flush())
 
     def close(self) -> None:
-        """Safe to call twice."""
+        """Close the file. Safe to call twice."""
         self._do(lambda file: file.close())
         self._file = None
 
     def _do(self, work: Callable[..., object], *args: object) -> None:
-        """A fault ends the recording, and nothing else."""
+        """Run a file operation. An OSError ends the recording and is not raised."""
         try:
             if self._file is not None:
                 work(self._file, *args)
@@ -200,13 +200,13 @@ class TraceFile:
         file.write(data)
         if file.tell() > self._most_bytes:
             file.close()
-            self._file = _begin(self.path)
+            self._file = _open_locked(self.path)
             if self._file is None:
                 raise OSError("another process has begun to write there")
 
 
-def _begin(path: Path) -> IO[bytes] | None:
-    """Open and lock an empty file; None where another process has it. An older one is NAME.1."""
+def _open_locked(path: Path) -> IO[bytes] | None:
+    """Open and lock an empty file; None if another process has it. An older file becomes NAME.1."""
     while True:
         file = open(path, "ab", opener=_open_plain)  # noqa: SIM115
         try:
@@ -214,7 +214,7 @@ def _begin(path: Path) -> IO[bytes] | None:
         except OSError:
             file.close()
             return None
-        if os.path.samestat(os.fstat(file.fileno()), path.stat()):  # else renamed before the lock
+        if os.path.samestat(os.fstat(file.fileno()), path.stat()):  # else renamed before our lock
             if not file.tell():
                 return file
             path.replace(f"{path}.1")

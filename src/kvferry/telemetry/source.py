@@ -1,4 +1,4 @@
-"""Questions and orders from other threads to a scheduler on the engine's thread."""
+"""Queries and control requests from other threads to a scheduler on the engine's thread."""
 
 from __future__ import annotations
 
@@ -24,31 +24,30 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-PATIENCE_SECONDS = 0.25
-"""An engine that has not come by for so long is idle, or in a long step that changes nothing."""
+QUERY_SECONDS = 0.25
+"""Seconds a query waits for an engine, which is then idle or in a long step without changes."""
 
 PAUSE_SECONDS = 0.05
-"""However many questions come, the engine is left alone for so long between two answers."""
+"""Seconds between two steps that answer queries, however many queries wait."""
 
-MAX_A_STEP = 4
-"""Questions that one step answers; each of them only picks up facts, and takes microseconds."""
+MAX_CALLS_PER_STEP = 4
+"""Most queries that one step answers. A query only copies data and takes microseconds."""
 
-ORDER_SECONDS = 5.0
-"""So long an order waits for the engine; a step of a busy one takes less."""
+COMMAND_SECONDS = 5.0
+"""Seconds a control request waits for the engine. A busy engine's step takes less."""
+
+_MAX_TRIES = 10
 
 
-_LOOKS = 10
-
-
-class _Mail(NamedTuple):
-    """A piece of work, and the future of its result. An order is done on the engine's thread."""
+class _Call(NamedTuple):
+    """A function and the future of its result. A command runs on the engine's thread only."""
 
     future: Future[Any]
     work: Callable[[], Any]
-    is_order: bool
+    is_command: bool
 
     def is_done(self, seconds: float) -> bool:
-        """Whether its result is there within so many seconds."""
+        """Wait up to ``seconds`` for the result. Returns whether there is one."""
         try:
             self.future.exception(seconds)
         except TimeoutOfFuture:
@@ -56,7 +55,7 @@ class _Mail(NamedTuple):
         return True
 
     def settle(self) -> None:
-        """Do the work; what it raises is raised in the thread that asked."""
+        """Run the function. Its exception is raised in the thread that waits for the result."""
         try:
             self.future.set_result(self.work())
         except BaseException as error:
@@ -66,84 +65,84 @@ class _Mail(NamedTuple):
 
 
 class Mailbox:
-    """Takes questions from any thread; the engine's own thread answers them as it comes by.
+    """Owns a queue of functions from any thread that the engine's thread runs between its steps.
 
-    A step answers a few questions that waited when it came by, and never waits for another thread.
-    An idle engine never comes by: then the thread that asked does the work itself. It may do so in
-    the very moment the engine wakes up, so a question must only read, and may mix numbers of two
-    neighbouring steps; if it fails over that, it is tried again. Only the thread that takes mail
-    out, under the lock, does its work.
+    Queries only read. If the engine is idle and does not run a query, the calling thread runs it,
+    perhaps while the engine starts a step. So a query may mix numbers of two adjacent steps, and is
+    retried if that makes it fail. Commands change state and run only on the engine's thread. A step
+    runs a few functions and never waits for another thread. A thread must take a function out of
+    the queue, under the lock, before it runs it.
     """
 
     def __init__(
         self,
         *,
         pause: float = PAUSE_SECONDS,
-        most: int = MAX_A_STEP,
+        most: int = MAX_CALLS_PER_STEP,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._pause = pause
         self._most = most
         self._clock = clock
         self._lock = threading.Lock()
-        self._open: deque[_Mail] = deque()  # the longest waiting first
+        self._open: deque[_Call] = deque()  # oldest first
         self._next_at = float("-inf")
         self._ended = ""
         self.has_mail = False
-        """Whether something may wait for :meth:`answer`."""
+        """Whether the queue may hold work for :meth:`answer`."""
         self.wake: Callable[[], None] = lambda: None
-        """Called when an order was given, so that an idle engine comes by."""
+        """Called after a command is queued, so that an idle engine runs a step."""
         self.before_answers: Callable[[], object] = lambda: None
-        """Called on the engine's thread before questions are answered there."""
+        """Called on the engine's thread before it runs queued functions."""
 
     @property
-    def has_orders(self) -> bool:
-        """Whether an order waits for the engine."""
-        return self.has_mail and any(mail.is_order for mail in tuple(self._open))
+    def has_commands(self) -> bool:
+        """Whether a command waits for the engine."""
+        return self.has_mail and any(call.is_command for call in tuple(self._open))
 
-    def order(self, work: Callable[[], T], patience: float = ORDER_SECONDS) -> T:
-        """The result of ``work()``, done on the engine's thread and on no other.
+    def command(self, work: Callable[[], T], patience: float = COMMAND_SECONDS) -> T:
+        """Run ``work`` on the engine's thread, and on no other, and return its result.
 
-        StateError once abandoned, DeadlineError if the engine did not come by: then
-        nothing was done, nor will it be.
+        Raises StateError after :meth:`abandon`, and DeadlineError if the engine does not take the
+        work within ``patience`` seconds. In both cases the work is never done.
         """
-        order = self._put(work, is_order=True)
-        if self._ended and self._take_back(order):
+        call = self._put(work, is_command=True)
+        if self._ended and self._take_back(call):
             raise StateError(self._ended)
         self.wake()
-        if not order.is_done(patience) and self._take_back(order):
+        if not call.is_done(patience) and self._take_back(call):
             raise DeadlineError(f"the engine did not come by within {patience:g} s")
-        done: T = order.future.result()
+        done: T = call.future.result()
         return done
 
     def abandon(self, reason: str) -> None:
-        """The engine will not come by any more: orders fail, now and later."""
+        """Fail all commands, queued and future ones: the engine runs no more steps."""
         self._ended = reason
         with self._lock:
-            orders = [mail for mail in self._open if mail.is_order]
-        for order in orders:
-            if self._take_back(order):
-                order.future.set_exception(StateError(reason))
+            commands = [call for call in self._open if call.is_command]
+        for call in commands:
+            if self._take_back(call):
+                call.future.set_exception(StateError(reason))
 
-    def ask(self, work: Callable[..., T], *args: object, patience: float = PATIENCE_SECONDS) -> T:
-        """The result of ``work(*args)``, run on the engine's thread if it comes by in time."""
-        for left in reversed(range(_LOOKS)):
-            question = self._put(partial(work, *args), is_order=False)
-            if not question.is_done(patience) and self._take_back(question):
-                question.settle()
+    def query(self, work: Callable[..., T], *args: object, patience: float = QUERY_SECONDS) -> T:
+        """Return ``work(*args)``, run on the engine's thread if it is free in time, else here."""
+        for left in reversed(range(_MAX_TRIES)):
+            call = self._put(partial(work, *args), is_command=False)
+            if not call.is_done(patience) and self._take_back(call):
+                call.settle()
             try:
-                answer: T = question.future.result()
+                answer: T = call.future.result()
                 return answer
             except RuntimeError:
-                # What was looked at changed meanwhile: the engine is awake, and may answer.
+                # The data changed while it was read: the engine is awake now, and may answer.
                 if not left:
                     raise
         raise AssertionError
 
     def answer(self) -> None:
-        """Once a step, on the engine's thread: what waits, up to a few, and then a pause."""
+        """Run a few queued functions, then none for ``pause`` seconds. Called once per step."""
         if self._clock() < self._next_at or not self._lock.acquire(blocking=False):
-            return  # a thread is just asking; the next step will do
+            return  # another thread holds the lock; the next step answers
         try:
             waiting = [self._open.popleft() for _ in range(min(self._most, len(self._open)))]
             self.has_mail = bool(self._open)
@@ -151,32 +150,32 @@ class Mailbox:
             self._lock.release()
         if waiting:
             self.before_answers()
-            for mail in waiting:
-                mail.settle()
+            for call in waiting:
+                call.settle()
             self._next_at = self._clock() + self._pause
 
-    def _put(self, work: Callable[[], Any], *, is_order: bool) -> _Mail:
-        mail = _Mail(Future(), work, is_order)
+    def _put(self, work: Callable[[], Any], *, is_command: bool) -> _Call:
+        call = _Call(Future(), work, is_command)
         with self._lock:
-            self._open.append(mail)
+            self._open.append(call)
             self.has_mail = True
-        return mail
+        return call
 
-    def _take_back(self, mail: _Mail) -> bool:
-        """Take mail out again, unless another thread has it."""
+    def _take_back(self, call: _Call) -> bool:
+        """Remove work from the queue. Returns False if another thread has taken it."""
         with self._lock:
-            is_here = mail in self._open
+            is_here = call in self._open
             if is_here:
-                self._open.remove(mail)
+                self._open.remove(call)
         return is_here
 
 
 MOST_REQUESTS = 256
-"""Of one answer, for one order: the engine waits until it is carried out."""
+"""Most requests of one answer that a control request may name: the engine waits meanwhile."""
 
-_RANDOM = r"(?:-[0-9a-f]{8})?"  # vLLM can be told to leave it out
-# A client may choose the middle of a name, so only what vLLM adds there in every case is taken off:
-# "chatcmpl-agent_3" is a name of its own, no part of "chatcmpl-agent".
+_RANDOM = r"(?:-[0-9a-f]{8})?"  # vLLM's suffix, which an option turns off
+# A client may choose the middle of an id, so only parts that vLLM adds in every case are removed:
+# "chatcmpl-agent_3" is an id of its own, not a request of the answer "chatcmpl-agent".
 _FORMS = tuple(
     re.compile(rf"(?P<sample>(?:\d+_)?)(?P<answer>{answer})(?P<part>{part}){_RANDOM}")
     for answer, part in (
@@ -190,11 +189,11 @@ _FORMS = tuple(
 _SERVERS = re.compile(r"^(?:chat)?cmpl-")
 
 
-def read_name(request_id: RequestId) -> tuple[str, str]:
-    """The id in vLLM's answer, and which of that answer's requests this is.
+def split_request_id(request_id: RequestId) -> tuple[str, str]:
+    """Split an engine's request id into the id of vLLM's answer, and the request's part in it.
 
-    A client knows ``cmpl-5f2c``, the engine ``cmpl-5f2c-0-8b2677e5``: the prompt's number and eight
-    random digits more::
+    A client knows ``cmpl-5f2c``. The engine's ``cmpl-5f2c-0-8b2677e5`` adds the prompt's number and
+    eight random digits::
 
         cmpl-5f2c-1-8b2677e5                            the second of several prompts
         1_cmpl-5f2c-0-8b2677e5                          the second of several samples
@@ -209,23 +208,23 @@ def read_name(request_id: RequestId) -> tuple[str, str]:
     return request_id, ""
 
 
-def is_of_client(name: str, request_id: RequestId) -> bool:
-    """Whether a client knows it so: by its answer's id, or by the X-Request-Id it sent itself."""
-    if name not in request_id:  # far cheaper, and there are a thousand
+def matches_client_id(name: str, request_id: RequestId) -> bool:
+    """Whether a client calls the request ``name``: its answer's id or the client's X-Request-Id."""
+    if name not in request_id:  # cheap, and there are a thousand ids to test
         return False
-    answer, _ = read_name(request_id)
+    answer, _ = split_request_id(request_id)
     return bool(name) and name in (answer, _SERVERS.sub("", answer))
 
 
-def requests_of(answer: str, request_ids: Iterable[RequestId]) -> list[RequestId]:
-    """Those of one answer, in their order. InputError where several answers had this id.
+def answer_requests(answer: str, request_ids: Iterable[RequestId]) -> list[RequestId]:
+    """Return the requests of one answer, in order. Raises InputError if several answers match.
 
-    A client that sends one X-Request-Id twice has two answers of one id: which one it means is not
-    known, and the wrong one would be dropped.
+    A client that sends one X-Request-Id twice gets two answers with one id. An action on that id
+    could drop the wrong one.
     """
     found: dict[RequestId, str] = {}
     for request_id in request_ids:
-        its_answer, part = read_name(request_id) if answer in request_id else ("", "")
+        its_answer, part = split_request_id(request_id) if answer in request_id else ("", "")
         if answer and its_answer == answer:
             found[request_id] = part
     if len(set(found.values())) < len(found):
@@ -244,7 +243,7 @@ def _one_of(found: Iterable[RequestId]) -> str:
 
 
 class Source:
-    """Asks a scheduler through its mailbox, from any thread. Owns neither."""
+    """Reads a scheduler's counts and journal from any thread, through a mailbox. Owns neither."""
 
     def __init__(
         self,
@@ -262,7 +261,7 @@ class Source:
         self._disks = disks
 
     def snapshot(self) -> Snapshot:
-        stats = self._mailbox.ask(self._scheduler.stats)
+        stats = self._mailbox.query(self._scheduler.stats)
         return Snapshot(
             stats,
             installed_version(),
@@ -272,40 +271,40 @@ class Source:
         )
 
     def explain(self, request_id: RequestId) -> dict[str, Any] | None:
-        """What is remembered of a request, as plain data; None if nothing is.
+        """Return the journal entry of a request as data for JSON, or None if there is none.
 
-        A server tells its users a shorter name than its engine has, and may make several requests
-        of one: then it is the latest that ``request_id`` is the client's name of, and ``others``
-        names the rest.
+        ``request_id`` may be the engine's id, or the shorter id that the server's client knows. A
+        client's request may be several of the engine's: then this returns the latest of them, and
+        ``others`` names the rest.
         """
         ids = [request_id]
-        entry = self._mailbox.ask(self._entry, request_id)
+        entry = self._mailbox.query(self._entry, request_id)
         if entry is None:
-            every = self._mailbox.ask(self._scheduler.recent)
-            ids = [found for found in reversed(every) if is_of_client(request_id, found)]
-            entry = self._mailbox.ask(self._entry, ids[0]) if ids else None
+            every = self._mailbox.query(self._scheduler.recent)
+            ids = [found for found in reversed(every) if matches_client_id(request_id, found)]
+            entry = self._mailbox.query(self._entry, ids[0]) if ids else None
         if entry is None:
             return None
-        return {**plain(ids[0], entry), "others": ids[1:]}
+        return {**entry_as_data(ids[0], entry), "others": ids[1:]}
 
     def recent(self, most: int = 50) -> list[dict[str, Any]]:
-        """The latest requests and what each of them missed, the latest first."""
+        """Return the latest requests, latest first, with their tokens and miss reasons."""
         rows: list[dict[str, Any]] = []
-        for request_id, why in self._mailbox.ask(self._latest, most):
+        for request_id, why in self._mailbox.query(self._latest, most):
             told = why.as_dict() if why is not None else {}
             names = ("reason", "asked_tokens", "host_tokens", "tier_hit_tokens")
             rows.append({"request_id": request_id, **{name: told.get(name) for name in names}})
         return rows
 
-    def away(self) -> dict[str, str]:
-        """The tiers that cannot be used now, and why."""
-        ailments = self._mailbox.ask(self._scheduler.stats).ailments
+    def unavailable(self) -> dict[str, str]:
+        """Return the unavailable tiers, and why each is unavailable."""
+        ailments = self._mailbox.query(self._scheduler.stats).ailments
         return {tier: ailment for tier, ailment in ailments.items() if ailment}
 
-    # Run on the engine's thread, so they only pick up facts.
+    # These run on the engine's thread, so they only copy data.
 
     def _entry(self, request_id: RequestId) -> Entry | None:
-        """A copy: the journal's own goes on changing."""
+        """Return a copy of a journal entry. The journal's own keeps changing."""
         entry = self._scheduler.journal(request_id)
         return None if entry is None else replace(entry, copies=entry.copies.copy())
 
@@ -317,8 +316,8 @@ class Source:
         return found
 
 
-def plain(request_id: RequestId, entry: Entry) -> dict[str, Any]:
-    """One journal entry, ready for JSON."""
+def entry_as_data(request_id: RequestId, entry: Entry) -> dict[str, Any]:
+    """Return one journal entry as data for JSON."""
     why = entry.explanation
     return {
         "request_id": request_id,

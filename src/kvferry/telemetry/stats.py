@@ -1,4 +1,4 @@
-"""What was counted: running counters for one owner, immutable snapshots for everyone else."""
+"""The scheduler's counts: counters that only the scheduler changes, and immutable snapshots."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from kvferry.cache.tenants import TenantCounts
 from kvferry.types import HOST
 
 TrafficKey = tuple[str, str, str]
-"""From which tier, to which, by which path."""
+"""Source tier, destination tier, copy path."""
 
 
 class Traffic(NamedTuple):
-    """What moved between two tiers by one path: the copies that succeeded, rank by rank."""
+    """Copies that succeeded between two tiers by one copy path. Each rank's copy counts."""
 
     num_copies: int = 0
     num_bytes: int = 0
@@ -25,7 +25,7 @@ class Traffic(NamedTuple):
 
 @dataclass
 class MatchCounts:
-    """What the scheduler counts about hits while it runs."""
+    """The scheduler's running counts of lookups and hits."""
 
     queries: int = 0
     asked_tokens: int = 0
@@ -39,21 +39,21 @@ class MatchCounts:
 
 @dataclass(frozen=True)
 class SchedulerStats:
-    """A snapshot of the scheduler half.
+    """A snapshot of the scheduler's counts.
 
-    ``asked_tokens`` are those requests still lacked when first looked up, ``hit_tokens`` those of
-    them ordered from the host, ``promoted_tokens`` those fetched from below it first;
-    ``tier_hit_tokens`` has what was found instead of computed by the tier that had it, the device
-    included: a block that came up counts there for its first request, then as the host's.
-    ``verdicts`` count load-or-compute decisions, ``missed`` why requests got no more than they did.
-    ``traffic`` sums copies that succeeded over ranks, by route and path. ``queued`` copies wait for
-    the next plan. ``bandwidth`` (bytes per second of loads) and ``prefill_rate`` (tokens per
-    second) are what load-or-compute goes by; None while unknown. Below the host, ``lost_blocks``
-    failed alone in transfers that otherwise succeeded; ``ailments`` has a word for every tier,
-    empty while it can be used; ``asked`` says of tiers that know keys themselves how many keys
-    they were asked for and how many of them were there, ``refused`` how many they did not take;
-    ``restored`` says of tiers with places how many blocks of an earlier life they began with.
-    ``unheeded_hints`` are requests with hints that could not be followed.
+    - ``asked_tokens`` were not on the device at a request's first lookup. ``hit_tokens`` of them
+      were loaded from the host, ``promoted_tokens`` were promoted to the host first.
+    - ``tier_hit_tokens``: tokens found, by tier, device included. A promoted block counts for its
+      lower tier at its first request, then for the host.
+    - ``verdicts``: load-or-compute decisions. ``bandwidth`` (loaded bytes per second) and
+      ``prefill_rate`` (tokens per second) are their measurements, None while unknown.
+    - ``missed``: requests by miss reason. ``traffic``: copies that succeeded, by route and path.
+    - ``queued`` copies wait for the next plan. ``landed`` transfers are complete on all ranks.
+    - ``lost_blocks`` failed in transfers with lower tiers that succeeded for other blocks.
+    - ``ailments``: why each lower tier is unavailable, empty while it is available. ``asked``: keys
+      looked up and found in each tier without slots. ``refused``: blocks such a tier did not take.
+    - ``restored``: blocks that each lower tier with slots found at its start.
+    - ``unheeded_hints``: requests with hints that could not be followed.
     """
 
     pool: PoolCounts
@@ -89,12 +89,12 @@ class SchedulerStats:
 
     @property
     def pools(self) -> dict[str, PoolCounts]:
-        """The counts of the host and of every tier with places."""
+        """Slot counts of the host and of every lower tier with slots."""
         return {HOST: self.pool, **self.tiers}
 
     @property
     def bytes_moved(self) -> dict[tuple[str, str], int]:
-        """Bytes of copies that succeeded, by route."""
+        """Bytes of copies that succeeded, by source and destination tier."""
         return {
             route: sum(t.num_bytes for key, t in self.traffic.items() if key[:2] == route)
             for route in {(src, dst) for src, dst, _ in self.traffic}

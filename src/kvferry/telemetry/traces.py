@@ -1,7 +1,7 @@
-"""Traces: what requests asked for and when, without their tokens. Read and checked.
+"""Reader of traces: the arrival, length and block numbers of requests, without their tokens.
 
-One request on each line, plain or gzipped, as Mooncake publishes them. Recordings of ours say how
-many tokens a block has, and may have hints::
+A trace has one request per line, plain or gzipped, as Mooncake publishes them. kvferry's own traces
+name the tokens per block, and may have hints::
 
     {"timestamp": 27482, "input_length": 6955, "hash_ids": [46, 47], "block_tokens": 128}
 """
@@ -28,14 +28,14 @@ from kvferry.hints import Hints
 
 Numbers = npt.NDArray[np.uint64]
 
-# Of the finalizer of splitmix64: every bit of a number moves every bit of each word.
+# From the finalizer of splitmix64: every bit of a number changes every bit of each word.
 _STEPS = np.arange(1, KEY_WORDS + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
 _FIRST, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 _SHIFTS = np.uint64(30), np.uint64(27), np.uint64(31)
 
 
 def keys_of_numbers(numbers: Numbers) -> Keys:
-    """A key for each number that a trace gives a block: equal numbers, equal keys."""
+    """Return a key for each block number of a trace. Equal numbers have equal keys."""
     words = numbers[:, None] + _STEPS
     words ^= words >> _SHIFTS[0]
     words *= _FIRST
@@ -47,10 +47,10 @@ def keys_of_numbers(numbers: Numbers) -> Keys:
 
 @dataclass(frozen=True, eq=False)
 class TraceRequest:
-    """Owns plain facts: seconds from the trace's start, a number for each block, its length.
+    """One request: its arrival in seconds, a number for each block, and its prompt's length.
 
-    Equal numbers are equal blocks behind equal beginnings. ``numbers`` may end with a block that
-    the prompt only begins: ``num_full`` of them are whole.
+    Equal numbers mean equal blocks after equal prefixes. The first ``num_full`` of ``numbers`` are
+    full blocks. One partial block may follow.
     """
 
     at: float
@@ -64,7 +64,7 @@ class TraceRequest:
 
 
 MOONCAKE_BLOCK_TOKENS = 512
-"""What a hash id covers where no line says it."""
+"""Tokens per block of Mooncake's traces, whose lines do not name it."""
 
 RECORDED_HINTS = ("ended", "continues", "pin_seconds")
 _HINTS = (*RECORDED_HINTS, "tenant")
@@ -74,11 +74,11 @@ _MOST_NUMBER = (1 << 64) - 1
 
 
 class BadLineError(InputError):
-    """A line that is no request; the message says what is wrong with it."""
+    """A line is not a valid request. The message says why."""
 
 
 def parse_object(line: bytes) -> dict[str, Any]:
-    """The object on a line."""
+    """Parse the JSON object on a line. Raises BadLineError."""
     try:
         found = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -89,7 +89,7 @@ def parse_object(line: bytes) -> dict[str, Any]:
 
 
 def read_request(found: dict[str, Any], block_tokens: int) -> TraceRequest:
-    """The request on one line, of a trace with such blocks."""
+    """Read a request of a trace with ``block_tokens`` per block. Raises BadLineError."""
     own = _count(found, "block_tokens", default=block_tokens, least=1)
     if own != block_tokens:
         raise BadLineError(f"its blocks have {own} tokens, not {block_tokens}")
@@ -97,10 +97,10 @@ def read_request(found: dict[str, Any], block_tokens: int) -> TraceRequest:
     if not isinstance(ids, list):
         raise BadLineError(f"hash_ids must be a list of numbers, got {quoted(ids)}")
     at, numbers = _seconds(found), _numbers(ids)
-    # Where the length is missing, all blocks are full.
+    # Without a length, all blocks count as full.
     asked = _count(found, "input_length", default=len(ids) * block_tokens)
-    # The last block, where the prompt only begins it, may be named or not; none else may be left
-    # out: tokens that no block has would count among those that are asked for.
+    # Only a partial last block may be left out. Tokens of any other missing block would count as
+    # looked up, although the trace has no block for them.
     num_full, most = asked // block_tokens, -(-asked // block_tokens)
     if not num_full <= len(numbers) <= most:
         raise BadLineError(
@@ -152,12 +152,12 @@ _GZIP = b"\x1f\x8b"
 
 
 class TraceReader:
-    """The requests of one trace, in as many files as it has; read as often as you like.
+    """Iterates over the requests of one trace in one or more files. Can be iterated repeatedly.
 
-    Files are read in the order of their first requests. Owns what was found wrong: ``num_bad``
-    lines that are no requests were left out, the first few of them are in ``complaints``, each with
-    its file and line. Time never goes back: a request that says it came before the one above it
-    came with it (``num_late``). One line is in memory at a time.
+    Files are read in the order of their first requests, one line at a time. Owns the errors of the
+    last iteration: ``num_bad`` invalid lines were skipped, and ``complaints`` has the first few
+    with file and line. Time never goes back: a request with an earlier time than its predecessor
+    gets the predecessor's time (``num_late``).
     """
 
     def __init__(
@@ -166,7 +166,7 @@ class TraceReader:
         *,
         block_tokens: int | None = None,
     ) -> None:
-        """``block_tokens`` where the lines do not say it."""
+        """``block_tokens`` is for lines that do not name it. Raises InputError if a file is bad."""
         if not paths:
             raise InputError("no trace was named")
         self.paths = tuple(paths)
@@ -204,7 +204,7 @@ class TraceReader:
                 yield request if at == request.at else replace(request, at=at)
 
     def _first(self, path: Path, told: int | None) -> tuple[int, float]:
-        """The size of a file's blocks, and when its first request came."""
+        """Return the tokens per block of a file, and the time of its first request."""
         for number, line in self._lines(path):
             try:
                 found = parse_object(line)
@@ -222,7 +222,7 @@ class TraceReader:
         raise InputError(f"{path} is empty: there is no request in it")
 
     def _lines(self, path: Path) -> Iterator[tuple[int, bytes]]:
-        """The lines that have anything on them, with their numbers."""
+        """Yield the lines that are not blank, with their numbers."""
         with closing(_open(path)) as file:
             number = 0
             while True:

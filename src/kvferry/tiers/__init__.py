@@ -1,5 +1,5 @@
 """Tiers below host memory: the contract, memory, disk, shared stores, and their child processes.
 
-Owns how bytes go down, come up and are found; which blocks go where, and when, is left to
-``scheduler``.
+Owns how blocks are written to, read from and looked up in a tier. Leaves which blocks move, and
+when, to ``scheduler``.
 """

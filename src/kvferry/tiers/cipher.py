@@ -1,4 +1,4 @@
-"""AES-256-GCM for blocks that leave the machine's memory: neither read nor forged without it."""
+"""AES-256-GCM for blocks on drives and in shared stores: no reading or forging without the key."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ NONCE_BYTES, TAG_BYTES = 12, 16
 
 
 class Cipher:
-    """Seals blocks under one key, each with a nonce of its own and bound to a name.
+    """Encrypts blocks under one key, each with its own nonce, and binds each to a name.
 
-    Nonces are random: after 2**32 blocks under one key, the chance that two were alike is 2**-33.
+    Nonces are random: after 2**32 blocks under one key, the chance of a repeated nonce is 2**-33.
     """
 
     def __init__(self, key: bytes, setting: str, extra: str) -> None:
-        """ConfigError, by the ``setting`` that asked for it, where ``extra`` is not installed."""
+        """Raise ConfigError, naming ``setting``, if the packages of ``extra`` are not installed."""
         try:
             from cryptography.exceptions import InvalidTag
             from cryptography.hazmat.primitives.ciphers.aead import AESGCM
@@ -30,14 +30,15 @@ class Cipher:
         self._gcm: Any = AESGCM(key)
 
     def seal(self, plain: memoryview, name: bytes, out: memoryview) -> bytes:
-        """Write the sealed block and its tag to ``out``; the nonce, which opens it again."""
+        """Write the encrypted block and its tag to ``out``; return the nonce that decrypts it."""
         nonce = os.urandom(NONCE_BYTES)
         self._gcm.encrypt_into(nonce, plain, name, out)
         return nonce
 
     def unseal(self, nonce: bytes, sealed: memoryview, name: bytes, out: memoryview) -> bool:
-        """Write the block of ``sealed`` and its tag to ``out``; False: it is not what was sealed
-        under this name and key, and nothing of ``out`` may be used.
+        """Decrypt the block and tag in ``sealed`` to ``out``; False: they are not authentic.
+
+        They were not sealed under this name and key then, and ``out`` must not be used.
         """
         try:
             self._gcm.decrypt_into(nonce, sealed, name, out)
@@ -47,5 +48,5 @@ class Cipher:
 
 
 def derived_key(key: bytes, purpose: bytes, person: bytes) -> bytes:
-    """A key of its own for one purpose: what is sealed for it never meets another's nonces."""
+    """Derive a key for one purpose, so that no nonce is used twice under it by another purpose."""
     return hashlib.blake2b(purpose, key=key, digest_size=32, person=person).digest()

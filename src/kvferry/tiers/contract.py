@@ -1,15 +1,15 @@
-"""What a tier below the host is: blocks go down and come up in batches, and the answer comes later.
+"""The contract of tiers below the host: batches of blocks are submitted, their results polled.
 
 ::
 
-    submit(batch) ──> queued ──> under way ──> poll() gives one Result, once
+    submit(batch) ──> queued ──> in flight ──> poll() returns one Result, once
                         │            │
-        its time is up  │            └── a block that fails is one failed block
+        deadline passed │            └── a block that fails is one failed block
                         └──> failed, and its memory was never touched
 
-Two kinds share the contract. A *placed* tier has ``num_places`` numbered places; which block lies
-where is decided by a pool on the scheduler's side, and a batch names the places. A *keyed* tier
-(``num_places`` is None) finds blocks by their keys and can be asked which it has.
+Two kinds share the contract. A *placed* tier has ``num_places`` numbered places (slots). A pool on
+the scheduler's side decides which block is in which place, and a batch names the places. A *keyed*
+tier (``num_places`` is None) finds blocks by their keys and serves lookups.
 """
 
 from __future__ import annotations
@@ -31,27 +31,27 @@ Rows = npt.NDArray[np.uint8]
 """Blocks as rows of bytes, one row per slot."""
 
 Addresses = npt.NDArray[np.int64]
-"""Where pieces of blocks begin: a row per block, a column per piece."""
+"""Addresses of the pieces of blocks: a row per block, a column per piece."""
 
 BatchId = NewType("BatchId", int)
 
 CLOSE_SECONDS = 10.0
-"""How long closing waits for what is under way before it leaves it behind."""
+"""Seconds that ``close`` waits for batches in flight before it abandons them."""
 
 
 @dataclass(frozen=True)
 class TierSetup:
-    """What a tier's factory is told: its name, the size of its blocks, and the rank it serves.
+    """Arguments of a tier's factory: its name, the size of its blocks, and the rank it serves.
 
-    Each of ``num_ranks`` ranks opens a tier of its own, ``num_ranks_here`` of them on this host.
-    ``options`` is the rest of the setting's text, for the factory to read.
+    Each of ``num_ranks`` ranks opens its own tier, ``num_ranks_here`` of them on this host.
+    ``options`` is the rest of the setting's text, for the factory to parse.
 
     A tier that outlives the process must know which blocks it holds. ``namespace`` is a digest of
-    everything that decides a block's bytes on this rank: blocks of another one must not be read.
-    ``shared_namespace`` leaves out the engine's number in its server: servers may share under it.
-    ``family`` is the same for all ranks of one engine, whatever its weights; ``families`` are those
-    of all engines of its server on this host, where there are several. ``label`` is for people. All
-    of them are empty where the caller gave none.
+    everything that decides a block's bytes on this rank; blocks of another one must not be read.
+    ``shared_namespace`` leaves out the engine's number in its server, so that servers can share
+    blocks. ``family`` is the same for all ranks of one engine, whatever its weights; ``families``
+    are those of all engines of its server on this host, if several. ``label`` is for people. All of
+    them are empty if the caller gave none.
     """
 
     name: TierName
@@ -70,21 +70,21 @@ class TierSetup:
 
 
 class Way(Enum):
-    """What a batch asks for."""
+    """The operation that a batch asks for."""
 
-    READ = "read"  # bytes come up, into host memory
-    WRITE = "write"  # bytes go down, from host memory
-    FIND = "find"  # no bytes: which of the keys are there? Keyed tiers only
+    READ = "read"  # copy blocks from the tier into host memory
+    WRITE = "write"  # copy blocks from host memory to the tier
+    FIND = "find"  # look up which keys are present, without their bytes; keyed tiers only
 
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Blocks to move together: block ``i`` is ``keys[i]``, in the pieces ``addresses[i]``.
+    """Blocks to move together: block ``i`` is ``keys[i]``, in the pieces at ``addresses[i]``.
 
-    Piece ``j`` of every block has ``sizes[j]`` bytes; a block is its pieces in their order. The
-    memory belongs to the caller and stays mapped and (for a write) unchanged until the batch's
-    result has been polled. ``places[i]`` is its place in a placed tier. After ``deadline``
-    (``time.monotonic``) nothing of it begins.
+    Piece ``j`` of every block has ``sizes[j]`` bytes; a block is its pieces in order. The caller
+    owns the memory. It stays mapped and (for a write) unchanged until the batch's result has been
+    polled. ``places[i]`` is the block's place in a placed tier. After ``deadline``
+    (``time.monotonic``) no block of the batch begins to move.
     """
 
     id: BatchId
@@ -105,10 +105,10 @@ class Batch:
 
 @dataclass(frozen=True, eq=False)
 class Result:
-    """What became of a batch: ``ok[i]`` says that block ``i`` moved whole, or is there.
+    """The result of a batch: ``ok[i]`` says that block ``i`` moved whole or, on lookup, was found.
 
-    ``reasons`` has words for every position that is not ok. Memory that a failed block was to be
-    read into is in any state. From now on the tier does not touch the batch's memory.
+    ``reasons`` has text for every position that is not ok. After a failed read, the block's memory
+    may contain anything. The tier no longer touches the memory of the batch.
     """
 
     batch_id: BatchId
@@ -119,22 +119,22 @@ class Result:
 
     @classmethod
     def all_failed(cls, batch: Batch, reason: str) -> Result:
-        """None of it moved, all for one reason."""
+        """Return a result in which all blocks failed for the same reason."""
         ok = np.zeros(len(batch), dtype=bool)
         return cls(batch.id, ok, dict.fromkeys(range(len(batch)), reason))
 
 
 class Tier(Protocol):
-    """Blocks of ``block_bytes`` each, below the host. Owns its medium and its threads.
+    """Keeps blocks of ``block_bytes`` each, below the host. Owns its medium and its threads.
 
     Every call but ``drain`` and ``close`` returns at once, whatever the medium does, because the
-    engine's own thread makes it. Many batches may be under way; they end in any order, each in
+    engine's own thread makes it. Many batches may be in flight; they end in any order, each in
     exactly one :class:`Result`. A fault is a failed block, never an exception. Exceptions are for a
     batch that does not fit the tier (InputError), and for use after ``close`` (ClosedError).
 
-    Leases ensure that no two batches under way write one place, nor read a place being written.
-    Several may read one block, or write one key (the bytes are the same): either write counts. A
-    write that failed leaves its place without a block.
+    Leases ensure that of the batches in flight no two write one place, and none reads a place that
+    another writes. Several may read one block, or write one key with equal bytes: either write
+    counts. A failed write leaves its place without a block.
     """
 
     name: TierName
@@ -145,35 +145,35 @@ class Tier(Protocol):
         """Queue a batch."""
 
     def poll(self) -> list[Result]:
-        """Results since the last call, also of batches that did not begin by their deadline."""
+        """Return results since the last call, also of batches that missed their deadline."""
 
     def drain(self, timeout: float | None = None) -> list[Result]:
-        """Wait until nothing is under way (or ``timeout`` seconds passed); returns the results."""
+        """Wait until nothing is in flight (or ``timeout`` seconds passed); return the results."""
 
     def forget(self) -> None:
-        """Nothing written by batches submitted before this may ever be read or found again.
+        """Drop all blocks: what earlier batches wrote must never be read or found again.
 
-        Not even after a crash, if a write submitted later is still there then.
+        This holds even after a crash, if a write submitted later survives it.
         """
 
     @property
     def ailment(self) -> str:
-        """Why the tier cannot be used now; empty while it can. It heals by itself or never.
+        """Why the tier is unavailable now; empty while it is available.
 
-        While it ails, batches fail at once.
+        While it is unavailable, batches fail at once. It recovers by itself or never.
         """
 
     def close(self, timeout: float = CLOSE_SECONDS) -> tuple[BatchId, ...]:
-        """Finish what was submitted, then give everything back. Safe to call twice.
+        """Finish what was submitted, then release all resources. Safe to call twice.
 
-        Batches that have not begun after ``timeout`` seconds fail. Batches still under way then are
-        left behind and returned: their memory may be touched at any later time, and must stay.
-        Results of all others can still be polled.
+        Batches that have not begun after ``timeout`` seconds fail. Batches still in flight then are
+        abandoned and returned: the tier may touch their memory at any later time, so it must stay
+        mapped. Results of all others can still be polled.
         """
 
 
 def check_batch(tier: Tier, batch: Batch) -> None:
-    """Refuse a batch that does not fit the tier, before any byte moves."""
+    """Raise InputError for a batch that does not fit the tier, before any byte moves."""
     what = f"tier {tier.name}, batch {batch.id}"
     if not len(batch):
         raise InputError(f"{what}: it names no blocks; an empty batch is never sent")

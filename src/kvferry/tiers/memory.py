@@ -1,4 +1,4 @@
-"""The reference tiers, one of each kind, over a dict."""
+"""The reference tiers over a dict, one placed and one keyed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MEMORY = TierName("memory")
 
 
 class MemoryTier(ThreadedTier):
-    """Blocks in a dict, one ``bytes`` each: the contract's plainest reading, of either kind."""
+    """Keeps each block as ``bytes`` in a dict. The simplest placed or keyed tier."""
 
     def __init__(
         self,
@@ -28,9 +28,9 @@ class MemoryTier(ThreadedTier):
         name: TierName = MEMORY,
         most_blocks: int | None = None,
     ) -> None:
-        """``num_places`` is None for a tier that finds blocks by keys.
+        """Make a placed tier, or a keyed one if ``num_places`` is None.
 
-        With ``most_blocks``, the oldest block makes room for a new one.
+        With ``most_blocks``, the oldest block is evicted to make room for a new one.
         """
         self.num_places = num_places
         super().__init__(name, block_bytes)
@@ -81,12 +81,12 @@ class MemoryTier(ThreadedTier):
 
 
 def open_placed(setup: TierSetup) -> MemoryTier:
-    """The tier ``memory:SIZE``."""
+    """Open the tier ``memory:SIZE``."""
     return MemoryTier(_num_blocks(setup), setup.block_bytes, name=setup.name)
 
 
 def open_keyed(setup: TierSetup) -> MemoryTier:
-    """The tier ``memory-by-key:SIZE``."""
+    """Open the tier ``memory-by-key:SIZE``."""
     most = _num_blocks(setup)
     return MemoryTier(None, setup.block_bytes, most_blocks=most, name=setup.name)
 

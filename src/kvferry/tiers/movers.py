@@ -1,7 +1,7 @@
-"""Between a worker and what moves bytes: transfers become batches, results become receipts.
+"""Movers carry out a rank's transfers; for tiers, as batches whose results become receipts.
 
-Where ranks share one host memory, a :class:`SharedMover` lets each of them move a part.
-:func:`open_tiers` opens what the settings name, and makes sure that it keeps the contract.
+If ranks share one host memory, a :class:`SharedMover` lets each of them move a part.
+:func:`open_tiers` opens the tiers that the settings name, and checks that they keep the contract.
 """
 
 from __future__ import annotations
@@ -42,52 +42,52 @@ from kvferry.types import (
 
 log = logging.getLogger(__name__)
 
-_kept: list[Bytes] = []
+_abandoned_memory: list[Bytes] = []
 """Host memory that a hung operation may still touch: it is never unmapped."""
 
 
 class Mover(Protocol):
-    """Carries transfers of one or more routes: a copy engine, or the mover of a tier."""
+    """Carries out transfers of one or more routes: a copy engine, or the mover of a tier."""
 
     def submit(self, transfer: Transfer, /) -> object:
         """Queue one transfer and return at once."""
 
     def poll(self) -> list[Receipt]:
-        """Receipts of what ended since the last call; never blocks."""
+        """Return the receipts of transfers that ended since the last call; never block."""
 
     def drain(self, timeout: float | None = None) -> list[Receipt]:
-        """Wait until nothing is in flight (or ``timeout`` seconds passed)."""
+        """Wait until nothing is in flight (or ``timeout`` seconds passed); return the receipts."""
 
     def close(self) -> None:
-        """Finish what was submitted and give everything back."""
+        """Finish what was submitted and release all resources."""
 
 
 class LowerTierMover(Mover, Protocol):
-    """Carries transfers between the host and one tier below it, and the tier's other orders."""
+    """Carries out a lower tier's transfers to and from the host, its lookups and its resets."""
 
     def ask(self, question: Question, /) -> object:
-        """Look up which keys are there; the answer is a receipt. Returns at once."""
+        """Look up which keys are in the tier and return at once; a receipt has the answer."""
 
     def forget(self, reset: Reset | None = None, /) -> None:
-        """Everything below is forgotten, before anything submitted later."""
+        """Drop all blocks of the tier, before anything submitted later."""
 
     def health(self) -> Health | None:
-        """Whether the tier went away or came back since the last call; None: neither."""
+        """Return the tier's new health if it became available or unavailable, else None."""
 
 
 class SharedMover:
-    """One rank's part of the transfers of a host memory that ``num_ranks`` ranks share.
+    """Carries out one rank's part of the transfers of a host memory that ``num_ranks`` ranks share.
 
     Owns its mover. The scheduler waits for all ranks, so a block can be matched once it is
-    complete. Which part is this rank's::
+    complete. The part of this rank::
 
         load to the device      all of it: every device needs every block
         store from the device   block i of transfer t is rank (i + t)'s, modulo the ranks
-        below, found by key     by key: the word 0 of rank r's blocks is r modulo the ranks
-        below, with places      by place: place p is place p // ranks of rank p modulo the ranks
+        keyed lower tier        by key: word 0 of the keys of rank r is r, modulo the ranks
+        placed lower tier       by place: place p is place p // ranks of rank p modulo the ranks
 
-    A block below must be looked up where it was put, so those parts are fixed. Every place of every
-    rank is used, and neighbours are spread over all of them.
+    A block must be looked up on the rank that stored it, so the last two are fixed. Every place of
+    every rank is used, and adjacent places are spread over all ranks.
     """
 
     def __init__(self, mover: Mover, *, rank: Rank, num_ranks: int) -> None:
@@ -97,22 +97,22 @@ class SharedMover:
         self._tier = cast(LowerTierMover, mover)
         self._rank = rank
         self._num_ranks = num_ranks
-        self._nothing_to_do: list[Receipt] = []
+        self._empty_receipts: list[Receipt] = []
         self._parts: dict[TransferId, SlotArray] = {}
 
     @property
     def is_stuck(self) -> bool:
-        """Whether, once closed, an operation was left behind that may touch host memory."""
+        """Whether ``close`` abandoned an operation that may still touch host memory."""
         return bool(getattr(self._mover, "is_stuck", False))
 
     def submit(self, transfer: Transfer) -> None:
-        """Submit this rank's part of a transfer; InputError for one below without its keys."""
+        """Submit this rank's part of a transfer. InputError: keys are missing for a lower tier."""
         if (transfer.src, transfer.dst) == (HOST, DEVICE):
             self._mover.submit(transfer)
             return
         src, dst = transfer.src_slots, transfer.dst_slots
         if transfer.src == DEVICE:
-            # Counted from the transfer too: else rank 0 would do all transfers of one block.
+            # The transfer's id shifts the parts: else rank 0 would do all transfers of one block.
             first = (self._rank - transfer.id) % self._num_ranks
             part = np.arange(first, len(transfer), self._num_ranks)
             src, dst = src[part], dst[part]
@@ -124,7 +124,7 @@ class SharedMover:
             self._mover.submit(replace(transfer, src_slots=src, dst_slots=dst, keys=keys))
 
     def _part_below(self, transfer: Transfer) -> tuple[SlotArray, SlotArray]:
-        """The positions of this rank's part, and the places they have in its tier."""
+        """Return the positions of this rank's part, and their places in its tier."""
         if transfer.keys is None:
             raise InputError(f"transfer {transfer.id} goes below the host without its keys")
         places = transfer.dst_slots if transfer.src == HOST else transfer.src_slots
@@ -134,16 +134,16 @@ class SharedMover:
         return part, places[part] // self._num_ranks
 
     def _is_ours(self, order_id: TransferId, part: SlotArray, *, is_below: bool) -> bool:
-        """Whether this rank has a part; else its receipt is made here."""
+        """Return whether this rank has a part; if not, queue its receipt."""
         if not len(part):
             done = Receipt(order_id, self._rank, Outcome.OK, path="shared")
-            self._nothing_to_do.append(done)
+            self._empty_receipts.append(done)
         elif is_below:
             self._parts[order_id] = part
         return bool(len(part))
 
     def ask(self, question: Question) -> None:
-        """Look up this rank's part of the keys."""
+        """Look up the keys of this rank's part."""
         part = self._own(question.keys)
         if self._is_ours(question.id, part, is_below=True):
             self._tier.ask(replace(question, keys=question.keys[part]))
@@ -169,8 +169,8 @@ class SharedMover:
         return np.flatnonzero(keys[:, 0] % np.uint64(self._num_ranks) == self._rank)
 
     def _whole(self, receipts: list[Receipt]) -> list[Receipt]:
-        """Receipts that name positions of the whole order, not of this rank's part."""
-        idle, self._nothing_to_do = self._nothing_to_do, []
+        """Convert positions in receipts from this rank's part to the whole order."""
+        idle, self._empty_receipts = self._empty_receipts, []
         return idle + [self._of_whole(receipt) for receipt in receipts]
 
     def _of_whole(self, receipt: Receipt) -> Receipt:
@@ -182,19 +182,19 @@ class SharedMover:
 
 
 def _call(tier: Tier, name: str, default: object, *args: object) -> Any:
-    """What only some tiers can do; ``default`` where this one cannot."""
+    """Call a method that only some tiers have; return ``default`` if this one lacks it."""
     method = getattr(tier, name, None)
     return method(*args) if callable(method) else default
 
 
 def opened(tier: Tier) -> Opened | None:
-    """What a tier with places has from an earlier life, told once; None while it is not open."""
+    """Return the blocks that a placed tier recovered, only once; None while it is not open."""
     if not _call(tier, "is_open", True):
         return None
     keys, places = Keys.empty(), NO_SLOTS
     try:
         keys, places = _call(tier, "recovered", (keys, places))
-    except Exception:  # a medium on a bad day must not keep an engine from starting
+    except Exception:  # a faulty medium must not keep an engine from starting
         log.exception("tier %s cannot say what it still has", tier.name)
     number = getattr(tier, "reset_number", 0)
     stores = tuple(_call(tier, "stores", ()))
@@ -202,10 +202,10 @@ def opened(tier: Tier) -> Opened | None:
 
 
 class TierMover:
-    """Carries transfers between one rank's host slots and one lower tier. Owns the tier.
+    """Carries out transfers between one rank's host slots and one lower tier. Owns the tier.
 
-    No thread and no copy of its own: the tier reads and writes the slots where they are. Every
-    order ends in one receipt, unless the medium hangs; then its memory stays for ever.
+    It has no thread and makes no copy: the tier reads and writes the slots in place. Every order
+    ends in one receipt, unless the medium hangs; then its memory is never freed.
     """
 
     def __init__(
@@ -222,7 +222,7 @@ class TierMover:
                 f"{host.slot_bytes}; blocks move whole, so they must agree"
             )
         self.is_stuck = False
-        """Whether an operation was left behind that may still touch host memory."""
+        """Whether ``close`` abandoned an operation that may still touch host memory."""
         self._host = host
         self._tier = tier
         self._rank = rank
@@ -230,24 +230,24 @@ class TierMover:
         self._sizes = np.array([host.slot_bytes], dtype=np.int64)
         self._ailment = self._fault = ""
         self._under_way: dict[BatchId, int] = {}
-        """How many blocks each batch has whose result has not come yet."""
-        self._has_told = tier.num_places is None
-        """Whether what the tier has from an earlier life was told."""
+        """Number of blocks of each batch in flight."""
+        self._has_reported = tier.num_places is None
+        """Whether the recovered blocks were reported; True for a keyed tier, which has none."""
         self._is_closed = False
 
     @property
     def num_places(self) -> int | None:
-        """The tier's places; None where it finds blocks by keys."""
+        """Number of the tier's places; None if it is keyed."""
         return self._tier.num_places
 
     def recovered(self) -> Opened | None:
-        """What a tier with places has from an earlier life; for ``lower_tier``.
+        """Return the blocks that a placed tier recovered from an earlier process.
 
-        None while it is not open: then :meth:`health` tells it later. Nothing where it has no
-        memory of an earlier life, or cannot say: then it begins empty.
+        None while it is not open: :meth:`health` reports them later. Empty if the tier keeps
+        nothing across processes, or cannot list it. The result is for ``lower_tier``.
         """
         found = opened(self._tier)
-        self._has_told = found is not None
+        self._has_reported = found is not None
         return found
 
     def submit(self, transfer: Transfer) -> None:
@@ -255,7 +255,7 @@ class TierMover:
         self._submit(self._batch(transfer))
 
     def ask(self, question: Question) -> None:
-        """Have the tier look up which keys it has."""
+        """Submit a lookup of keys to the tier."""
         end = time.monotonic() + question.within
         self._submit(Batch(BatchId(question.id), Way.FIND, Keys(question.keys), end))
 
@@ -269,7 +269,7 @@ class TierMover:
             raise
 
     def forget(self, reset: Reset | None = None) -> None:
-        """As :meth:`kvferry.tiers.contract.Tier.forget`; a disk needs ``reset``."""
+        """Drop all blocks as :meth:`kvferry.tiers.contract.Tier.forget`; a disk needs ``reset``."""
         self._require_open()
         lasting = getattr(self._tier, "reset", None)
         if callable(lasting) and reset is not None:
@@ -278,18 +278,18 @@ class TierMover:
             self._tier.forget()
 
     def poll(self) -> list[Receipt]:
-        """Receipts of what ended since the last call; never blocks, and never raises.
+        """Return the receipts of what ended since the last call; never block, and never raise.
 
         A tier that raises counts as unavailable until it answers again.
         """
         return self._receipts(self._tier.poll)
 
     def drain(self, timeout: float | None = None) -> list[Receipt]:
-        """Wait until nothing is in flight (or ``timeout`` passed); returns the receipts."""
+        """Wait until nothing is in flight (or ``timeout`` seconds passed); return the receipts."""
         return self._receipts(self._tier.drain, timeout)
 
     def _receipts(self, verb: Callable[..., Iterable[Result]], *args: object) -> list[Receipt]:
-        """What a tier's ``poll`` or ``drain`` returns; a user's own tier may return anything."""
+        """Call a tier's ``poll`` or ``drain``; a user's own tier may return anything."""
         fault, receipts = "", list[Receipt]()
         try:
             for result in verb(*args):
@@ -305,8 +305,8 @@ class TierMover:
         return receipts
 
     def health(self) -> Health | None:
-        """Whether the tier went away or came back since the last call; None: neither."""
-        found = None if self._has_told else self.recovered()
+        """Return the tier's new health if it became available or unavailable, else None."""
+        found = None if self._has_reported else self.recovered()
         ailment = self._fault or self._tier.ailment
         if ailment == self._ailment and found is None:
             return None
@@ -314,30 +314,30 @@ class TierMover:
         return Health(self._rank, self._tier.name, ailment, found)
 
     def figures(self) -> Any:
-        """The ``DiskFigures`` of the tier's drives so far; None without drives. Never waits."""
+        """Return the ``DiskFigures`` of the tier's drives; None without drives. Never waits."""
         return _call(self._tier, "figures", None)
 
     def wait_forgotten(self, timeout: float) -> bool:
-        """Whether what was forgotten stays so after a crash, where the tier outlives us."""
+        """Return whether dropped blocks stay dropped after a crash, if the tier outlives us."""
         return bool(_call(self._tier, "wait_forgotten", True, timeout))
 
     def away(self) -> tuple[str, ...]:
-        """The directories of a disk that are not open."""
+        """Return the directories of a disk tier that are not open."""
         return tuple(_call(self._tier, "away", ()))
 
     def keep_nothing(self) -> None:
-        """What is stored from now on, until the next reset, is for no other server."""
+        """Hide blocks that are stored from now until the next reset from other processes."""
         _call(self._tier, "keep_nothing", None)
 
     def close(self) -> None:
-        """Finish what was submitted and close the tier; never waits long for one that hangs."""
+        """Finish what was submitted and close the tier; never wait long for one that hangs."""
         if self._is_closed:
             return
         self._is_closed = True
         abandoned = self._tier.close(self._close_seconds)
         if abandoned:
             self.is_stuck = True
-            _kept.append(self._host.rows)
+            _abandoned_memory.append(self._host.rows)
             log.error(
                 "tier %s: %d batches never ended; the host memory they touch stays as it is",
                 self._tier.name,
@@ -381,9 +381,9 @@ class TierMover:
         return (self._host.address + slots * self._host.pitch)[:, None]
 
     def _receipt(self, result: Result) -> Receipt:
-        """The receipt of a batch; raises one of ``_NOT_A_RESULT`` where the tier has no such one.
+        """Return the receipt of a batch; raise one of ``_NOT_A_RESULT`` if none such is in flight.
 
-        A result that says nothing clear of a batch's blocks fails all of them.
+        A malformed result fails all blocks of its batch.
         """
         batch_id = result.batch_id
         if batch_id not in self._under_way:
@@ -416,10 +416,10 @@ _VERBS = ("submit", "poll", "drain", "forget", "close")
 def open_tiers(
     specs: Sequence[TierSpec], host: HostTier, setup: TierSetup
 ) -> dict[TierName, TierMover]:
-    """One rank's tiers below its host memory, nearest first; all of them or none.
+    """Open one rank's tiers below its host memory, nearest first; all of them or none.
 
-    ``setup`` has what all of them are told; name, block size and options are each tier's own. The
-    caller closes them, before the host memory. ConfigError, with the tier and the reason, where one
+    ``setup`` is common to all; name, block size and options are set for each tier. The caller
+    closes them, before the host memory. Raises ConfigError, with the tier and the reason, if one
     cannot be opened.
     """
     tiers: dict[TierName, TierMover] = {}
@@ -435,7 +435,7 @@ def open_tiers(
 
 
 def open_tier(spec: TierSpec, setup: TierSetup) -> Tier:
-    """Open one tier; ConfigError where it cannot be opened or breaks the contract."""
+    """Open one tier. Raises ConfigError if it cannot be opened or breaks the contract."""
     is_own = spec.kind in (DISK, REMOTE)
     what = f"{spec.kind}: {spec.options}" if is_own else f"tiers: {spec}"
     factory = find_factory(spec.factory, what=what, where="workers run")
@@ -443,7 +443,7 @@ def open_tier(spec: TierSpec, setup: TierSetup) -> Tier:
         tier = factory(setup)
     except Exception as error:  # a user's factory may raise anything
         raise ConfigError(f"{what} cannot be opened: {words_of(error)}") from error
-    wrong = _what_is_wrong(tier, setup)
+    wrong = _contract_violation(tier, setup)
     if wrong:
         close = getattr(tier, "close", None)
         if callable(close):
@@ -455,8 +455,8 @@ def open_tier(spec: TierSpec, setup: TierSetup) -> Tier:
     return cast(Tier, tier)
 
 
-def _what_is_wrong(tier: Any, setup: TierSetup) -> str:
-    """Where it breaks the contract as far as can be seen from outside; empty if nowhere."""
+def _contract_violation(tier: Any, setup: TierSetup) -> str:
+    """Return how a tier breaks the contract, as far as visible from outside; else nothing."""
     lacking = [verb for verb in _VERBS if not callable(getattr(tier, verb, None))]
     if lacking:
         return f"it lacks {', '.join(lacking)}"

@@ -1,11 +1,11 @@
-"""A base for tiers that queue batches: deadlines and results.
+"""Base classes of tiers that queue batches, with their deadlines and results.
 
 ::
 
-    submit ──> queue of reads (lookups among them) ──┐
-          └──> queue of writes ──────────────────────┴──> _start(...) ... _end(...) ──> poll
+    submit ──> queue of reads and lookups ──┐
+          └──> queue of writes ─────────────┴──> _start(...) ... _end(...) ──> poll
 
-Threads begin a batch in :class:`ThreadedTier`; a child process begins it in a remote tier.
+Threads carry out the batches of a :class:`ThreadedTier`, a child process those of a remote tier.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ class Task:
 
     @property
     def is_read(self) -> bool:
-        """Whether it is no write: lookups go with the reads."""
+        """Whether it is a read or a lookup: both share a queue."""
         return self.batch.way is not Way.WRITE
 
     @property
     def stopped(self) -> str:
-        """Why no further block of it should begin; empty while they should."""
+        """Why no further block of the batch may begin; empty while one may."""
         return "not begun in time" if time.monotonic() >= self.batch.deadline else ""
 
 
 class QueuedTier(ABC):
     """Owns the batches in flight, their queues and their results.
 
-    ``_changed`` guards them all; it may be entered again by the thread that holds it.
+    ``_changed`` guards them all; the thread that holds it may enter it again.
     """
 
     num_places: int | None = None
@@ -81,12 +81,12 @@ class QueuedTier(ABC):
         """As :attr:`kvferry.tiers.contract.Tier.ailment`."""
 
     def _skip_reason(self, task: Task) -> str:
-        """Why the tier cannot carry this batch out now; empty while it can."""
+        """Return why the tier cannot carry out this batch now; empty while it can."""
         return self.ailment
 
     @abstractmethod
     def _start(self, *, is_read: bool) -> None:
-        """Begin queued batches of one way, as far as there is room; ``_changed`` is held."""
+        """Begin queued reads or writes while there is capacity; ``_changed`` is held."""
 
     def submit(self, batch: Batch) -> None:
         check_batch(cast(Tier, self), batch)
@@ -111,7 +111,7 @@ class QueuedTier(ABC):
         return results
 
     def _next(self, *, is_read: bool) -> Task | None:
-        """Begin the next batch that is still wanted; None where there is none."""
+        """Take and begin the next batch that may begin; return None if there is none."""
         queue = self._queues[is_read]
         while queue:
             task = queue.popleft()
@@ -122,7 +122,7 @@ class QueuedTier(ABC):
         return None
 
     def _sweep(self) -> None:
-        """End batches that have not begun and never will."""
+        """End batches that have not begun and can no longer begin."""
         self._earliest = _FOREVER
         for task in list(self._tasks.values()):
             if not task.is_begun and not self._end_stopped(task):
@@ -141,13 +141,13 @@ class QueuedTier(ABC):
 
 
 class ThreadedTier(QueuedTier):
-    """Carries batches out on a few threads for each direction, started when first needed.
+    """Carries out batches on a few threads for each direction, started when first needed.
 
-    Reads and writes have threads of their own: a write that hangs holds up no read, and ``poll``
-    never waits.
+    Reads and writes have separate threads: a write that hangs delays no read, and ``poll`` never
+    waits.
 
     Owns the threads; a subclass moves the bytes in ``_carry_out``. Every exception there becomes a
-    failed result, and the thread goes on.
+    failed result, and the thread continues.
     """
 
     def __init__(self, name: TierName, block_bytes: int, *, num_threads: int = 2) -> None:
@@ -177,7 +177,7 @@ class ThreadedTier(QueuedTier):
         with self._changed:
             if not self._is_closed:
                 self._is_closing = True
-                self._changed.notify_all()  # an interrupt may have kept a thread from hearing
+                self._changed.notify_all()  # an interrupt may have lost a thread's wake-up
                 self._changed.wait_for(lambda: not self._tasks or not self._has_threads, timeout)
                 for task in list(self._tasks.values()):
                     if not task.is_begun:
@@ -185,7 +185,7 @@ class ThreadedTier(QueuedTier):
                 self._abandoned = tuple(self._tasks)
                 self._is_closed = True
                 self._changed.notify_all()
-        # A thread in a hung call cannot be ended; as a daemon it does not keep the process.
+        # A thread in a hung call cannot be ended; as a daemon it does not keep the process alive.
         for thread in self._threads:
             thread.join(None if not self._abandoned else 0.1)
         return self._abandoned
@@ -216,7 +216,7 @@ class ThreadedTier(QueuedTier):
                 self._end(task, replace(result, seconds=time.perf_counter() - start))
 
     def _wait_for_task(self, is_read: bool) -> Task | None:
-        """The next batch; None when there will be no more."""
+        """Return the next batch; None once the tier is closed."""
         with self._changed:
             while (task := self._next(is_read=is_read)) is None and not self._is_closed:
                 self._changed.wait()

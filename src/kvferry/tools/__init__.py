@@ -1,4 +1,4 @@
-"""The programs of users and operators: the command line, the doctor, the live view, the demo.
+"""The programs for users and operators: the command line, the doctor, the live view, the demo.
 
-It owns the commands and their output, plots and pages. No other package imports it.
+Owns the commands, their output and their pages. No other package imports it.
 """

@@ -1,4 +1,4 @@
-"""Numbers and foreign text for people to read."""
+"""Formatting of numbers and of untrusted text for people to read."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ _TIERS = {"device": "on the device", "host": "in host memory"}
 
 
 def clip(text: object, most: int = 200) -> str:
-    """Foreign text on one line, without control characters, at most so long."""
+    """Return untrusted text on one line, without control characters, cut to ``most`` characters."""
     words = clean(text)
     return words if len(words) <= most else f"{words[: most - 1]}…"
 
 
 def clean(text: object) -> str:
-    """Foreign text on one line, without the characters that control a terminal."""
+    """Return untrusted text on one line, with the characters that control a terminal replaced."""
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in str(text))
 
 
@@ -25,7 +25,7 @@ def counted(count: int, word: str) -> str:
 
 def show_bytes(num_bytes: float) -> str:
     for factor, unit in _SIZES:
-        if num_bytes >= factor * 0.99995:  # not 1000.0 of the next unit
+        if num_bytes >= factor * 0.99995:  # 999,950 bytes are 1.0 MB, not 1000.0 kB
             return f"{num_bytes / factor:.1f} {unit}"
     return f"{num_bytes:.0f} B"
 

@@ -1,6 +1,6 @@
-"""Weight digests: sums over the first words of tensors, taken on a stream of their own.
+"""Weight digests: sums over the first words of tensors, computed on a stream of their own.
 
-They notice that tensors have changed; they do not prove that tensors have not.
+Different digests prove that tensors have changed; equal ones do not prove that they have not.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from typing import Any
 
 MOST_WORDS = 1 << 21
-"""Of each tensor: 4 MiB in bfloat16, a few microseconds of a data-centre GPU's memory time."""
+"""Words digested per tensor: 4 MiB in bfloat16, which a data-centre GPU reads in microseconds."""
 
 
 class WeightDigests:
-    """Takes digests on a stream of its own. Owns that stream and no tensor."""
+    """Computes digests on a stream of its own. Owns that stream and no tensor."""
 
     def __init__(self, device: Any) -> None:
         import torch
@@ -22,17 +22,17 @@ class WeightDigests:
         self._point: Any = None
 
     def mark(self) -> None:
-        """Let digests begun from now on see the results of the work queued so far, no more."""
+        """Make digests begun from now on wait for the work queued so far, but for no later work."""
         import torch
 
         if self._stream is not None:
             self._point = torch.cuda.current_stream(self._stream.device).record_event()
 
     def begin(self, tensors: Sequence[Any]) -> PendingDigests:
-        """Digest the contents of the tensors, one number each; returns at once."""
+        """Start computing one digest per tensor and return at once."""
         import torch
 
-        # Engines use tensor subclasses for weights, whose Python hooks would run at every call.
+        # Engines use tensor subclasses for weights; their Python hooks would run at every call.
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             if self._stream is None:
                 return PendingDigests(_stacked(tensors), None)
@@ -59,7 +59,7 @@ class PendingDigests:
         return self._done is None or bool(self._done.query())
 
     def result(self) -> tuple[int, ...]:
-        """One number per tensor; waits for them."""
+        """Wait for the digests and return one number per tensor."""
         if self._done is not None:
             self._done.synchronize()
         return tuple(self._values.tolist())
@@ -72,7 +72,7 @@ def _stacked(tensors: Sequence[Any]) -> Any:
 
 
 def _words(tensor: Any) -> Any:
-    """A tensor's memory from its first element on, as whole numbers of its elements' size."""
+    """View a tensor's memory, from its first element on, as integers of the same element size."""
     import torch
 
     size = tensor.element_size()

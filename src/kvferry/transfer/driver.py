@@ -1,6 +1,6 @@
-"""The one thin layer between kvferry and a card: libcuda.so.1 through ctypes.
+"""The CUDA driver API (libcuda.so.1) through ctypes: kvferry calls a GPU only through it.
 
-Handles are plain integers. Every refusal is a DriverError in the driver's own words.
+Handles are plain integers. Every error code of the driver becomes a DriverError with its text.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ EVENT_DISABLE_TIMING = 2
 HOST_PORTABLE = 1
 CAPTURE_THREAD_LOCAL = 1
 
-# Codes that say "not on this driver or card": a call that is missing (500), not supported (801),
-# or (36) only in a newer driver.
+# Error codes of calls that this driver or card lacks: not found (500), not supported (801), only
+# in a newer driver (36).
 UNSUPPORTED = frozenset((36, 500, 801))
 
 _OUT = c_void_p  # the address of a result
@@ -68,18 +68,18 @@ _CALLS: dict[str, tuple[Any, ...]] = {
     "cuMemHostUnregister": (c_void_p,),
     "cuMemcpyAsync": (c_uint64, c_uint64, c_size_t, c_void_p),
 }
-"""Entry points and their signatures. Without them ctypes cuts addresses to 32 bits."""
+"""Entry points and their signatures. Without a signature ctypes cuts addresses to 32 bits."""
 
 
 class Priority(Enum):
-    """How urgent a stream's work is beside the model's."""
+    """Priority of a stream."""
 
     LOW = "low"
     HIGH = "high"
 
 
 class BatchForm(Enum):
-    """Which form of the batch copy this driver has, by the version that brought it."""
+    """The signature of ``cuMemcpyBatchAsync`` in this driver, by the version that introduced it."""
 
     ABSENT = 0
     WITH_FAIL_INDEX = 12080  # CUDA 12.8: nine arguments, failIdx before the stream
@@ -88,7 +88,7 @@ class BatchForm(Enum):
 
 @dataclass(frozen=True)
 class DeviceIdentity:
-    """Which device this is."""
+    """Name, driver version and PCI bus id of a GPU."""
 
     name: str
     driver_version: int
@@ -101,12 +101,12 @@ _BATCH_ARGUMENTS = (
     c_void_p,  # sizes
     c_size_t,  # count
     c_void_p,  # attributes: CUmemcpyAttributes, six ints
-    POINTER(c_size_t),  # index of the first copy each attribute holds for
+    POINTER(c_size_t),  # index of the first copy that each attribute applies to
     c_size_t,  # number of attributes
 )
 IN_STREAM_ORDER = (c_int * 6)(1)
-"""The source is read behind the stream's waits. Orders that allow an earlier read are for sources
-that do not change: a store under one of them would read half-written blocks."""
+"""Copy attributes: the source is read in stream order. Other access orders allow reads before the
+stream's waits, so a store with one of them could read half-written blocks."""
 
 BATCH_WITH_FAIL_INDEX = ctypes.CFUNCTYPE(c_int, *_BATCH_ARGUMENTS, POINTER(c_size_t), c_void_p)
 BATCH_WITHOUT_FAIL_INDEX = ctypes.CFUNCTYPE(c_int, *_BATCH_ARGUMENTS, c_void_p)
@@ -115,11 +115,11 @@ _FORMS: dict[BatchForm, Any] = {
     BatchForm.WITHOUT_FAIL_INDEX: BATCH_WITHOUT_FAIL_INDEX,
     BatchForm.WITH_FAIL_INDEX: BATCH_WITH_FAIL_INDEX,
 }
-"""The newest first."""
+"""The prototype of each form, the newest first."""
 
 
 class PushedContext:
-    """Pushes a context: the caller's thread may be working on another device."""
+    """Makes a CUDA context current in a ``with`` block: the thread may use another device."""
 
     def __init__(self, driver: Driver, context: int) -> None:
         self._driver = driver
@@ -140,12 +140,11 @@ class PushedContext:
 class Driver:
     """The driver library bound to one device; owns a reference to its primary context.
 
-    Leaves streams, events and memory to its callers. Calls may come from any thread inside
-    ``current()``.
+    Leaves streams, events and memory to its callers. Any thread may call it inside ``current()``.
     """
 
     batch_form = BatchForm.ABSENT
-    """Set to ABSENT by the first caller that learns the batch copy is not supported after all."""
+    """Form of the batch copy; a caller whose batch copy is refused as unsupported sets ABSENT."""
 
     def __init__(self, library: Any, device: int = 0) -> None:
         self._library = library
@@ -156,7 +155,7 @@ class Driver:
         self._event_record = self._calls["cuEventRecord"]
         self._stream_wait = self._calls["cuStreamWaitEvent"]
         self._exchange_capture_mode: Callable[..., int] | None = None
-        with suppress(DriverError):  # a driver without it has no captures to break either
+        with suppress(DriverError):  # a driver without the call cannot capture graphs either
             self._exchange_capture_mode = self.bind("cuThreadExchangeStreamCaptureMode", _OUT)
         self.check(self.bind("cuInit", c_uint)(0), "cuInit()")
         handle, context = c_int(), c_void_p()
@@ -171,16 +170,16 @@ class Driver:
 
     @classmethod
     def open(cls, device: int = 0) -> Driver:
-        """The driver of this machine on ``device``; DriverError where there is none."""
+        """Load this machine's driver for ``device``; DriverError if there is none."""
         try:
             return cls(ctypes.CDLL("libcuda.so.1"), device)
         except OSError as error:
             raise DriverError(f"no NVIDIA driver could be loaded: {error}") from None
 
-    # -- refusals, in the driver's words -----------------------------------------------------
+    # -- errors ------------------------------------------------------------------------------
 
     def bind(self, name: str, *argtypes: Any) -> Callable[..., int]:
-        """The library's function ``name``; DriverError when this driver does not have it."""
+        """Return the library's function ``name``; DriverError if this driver lacks it."""
         try:
             function = getattr(self._library, name)
         except AttributeError:
@@ -190,7 +189,7 @@ class Driver:
         return function
 
     def check(self, code: int, asked: str) -> None:
-        """Turn a code other than success into a DriverError that says what was asked."""
+        """Raise a DriverError for any code but success; ``asked`` describes the call."""
         if code == SUCCESS:
             return
         words = []
@@ -211,16 +210,16 @@ class Driver:
     # -- the device --------------------------------------------------------------------------
 
     def current(self) -> AbstractContextManager[None]:
-        """Make the device current on this thread for a while, then restore what was."""
+        """Return a context in which the device is current on this thread."""
         if self._closed:
             raise ClosedError("the driver was closed; open a new one")
         return self._pushed
 
     @contextmanager
-    def beside_captures(self) -> Iterator[None]:
-        """Let this thread pin memory, or ask for events, while another one captures a graph.
+    def allow_during_capture(self) -> Iterator[None]:
+        """Let this thread pin memory or query events while another thread captures a graph.
 
-        Without it the call is refused, and the other thread's capture is spoiled.
+        Without it the driver refuses the call and invalidates the other thread's capture.
         """
         if self._exchange_capture_mode is None:
             yield
@@ -230,16 +229,16 @@ class Driver:
         try:
             yield
         finally:
-            self._exchange_capture_mode(byref(mode))  # holds what was before
+            self._exchange_capture_mode(byref(mode))  # ``mode`` now holds the previous mode
 
     def version(self) -> int:
-        """The driver's version as a number: 13000 for CUDA 13.0."""
+        """Return the driver's version as a number: 13000 for CUDA 13.0."""
         version = c_int()
         self._call("cuDriverGetVersion", byref(version))
         return version.value
 
     def identity(self) -> DeviceIdentity:
-        """Name, driver version and bus id of the device."""
+        """Return name, driver version and bus id of the device."""
         name, bus = (ctypes.create_string_buffer(256) for _ in range(2))
         self._call("cuDeviceGetName", name, len(name), self._device)
         self._call("cuDeviceGetPCIBusId", bus, len(bus), self._device)
@@ -248,7 +247,7 @@ class Driver:
         return DeviceIdentity(card, self.version(), bus_id)
 
     def close(self) -> None:
-        """Let go of the device. Safe to call twice."""
+        """Release the primary context. Safe to call twice."""
         if not self._closed:
             self._closed = True
             self.bind("cuDevicePrimaryCtxRelease_v2", c_int)(self._device)
@@ -256,7 +255,7 @@ class Driver:
     # -- streams -----------------------------------------------------------------------------
 
     def create_stream(self, priority: Priority) -> int:
-        """A stream that never waits for the default stream by itself."""
+        """Create a stream that does not synchronize with the default stream."""
         least, greatest, stream = c_int(), c_int(), c_void_p()
         self._call("cuCtxGetStreamPriorityRange", byref(least), byref(greatest))
         level = least.value if priority is Priority.LOW else greatest.value
@@ -274,7 +273,7 @@ class Driver:
         self._call("cuStreamSynchronize", stream)
 
     def stream_wait_event(self, stream: int, event: int) -> None:
-        """Hold later work on ``stream`` until the last record of ``event`` so far is reached."""
+        """Make later work on ``stream`` wait for the most recent record of ``event``."""
         code = self._stream_wait(stream, event, 0)
         if code:
             self.check(code, f"cuStreamWaitEvent({stream:#x}, {event:#x}, 0x0)")
@@ -295,7 +294,7 @@ class Driver:
             self.check(code, f"cuEventRecord({event:#x}, {stream:#x})")
 
     def event_is_done(self, event: int) -> bool:
-        """Whether the work before the last record has ended; raises the fault of that work."""
+        """Whether the work before the last record has ended; DriverError if that work failed."""
         code = self._event_query(event)
         if code == SUCCESS:
             return True
@@ -304,7 +303,7 @@ class Driver:
         return False
 
     def elapsed_seconds(self, start: int, end: int) -> float:
-        """Device time between two finished records of timing events."""
+        """Return the device time between two timing events whose records are both done."""
         milliseconds = c_float()
         self._call("cuEventElapsedTime", byref(milliseconds), start, end)
         return milliseconds.value / 1e3
@@ -312,7 +311,7 @@ class Driver:
     # -- copies ------------------------------------------------------------------------------
 
     def copy_async(self, dst: int, src: int, num_bytes: int, stream: int) -> None:
-        """Queue one copy; the driver finds out which side is host memory."""
+        """Queue one copy; the driver recognizes which address is host memory."""
         code = self._copy(dst, src, num_bytes, stream)
         if code:
             self.check(code, f"cuMemcpyAsync({num_bytes} bytes from {src:#x} to {dst:#x})")
@@ -320,7 +319,7 @@ class Driver:
     def copy_batch_async(
         self, dsts: Addresses, srcs: Addresses, sizes: Addresses, stream: int
     ) -> None:
-        """Queue many copies in one call; the arrays are read during the call only."""
+        """Queue many copies in one call; the driver reads the arrays only during the call."""
         if self._batch is None:
             raise DriverError("this driver has no cuMemcpyBatchAsync", code=500, unsupported=True)
         arguments: list[Any] = [
@@ -349,7 +348,7 @@ class Driver:
         self._call("cuMemFree_v2", address)
 
     def alloc_host(self, num_bytes: int) -> int:
-        """Pinned host memory; for small buffers (pools register memory of their own)."""
+        """Allocate pinned host memory, for small buffers (pools register their own memory)."""
         address, asked = c_void_p(), f"{num_bytes} bytes"
         self._call("cuMemHostAlloc", byref(address), num_bytes, HOST_PORTABLE, asked=asked)
         return address.value or 0
@@ -358,20 +357,20 @@ class Driver:
         self._call("cuMemFreeHost", address)
 
     def register_host(self, address: int, num_bytes: int) -> None:
-        """Pin memory the process already has, for every device; from any thread."""
+        """Pin memory that the process has already mapped, for all devices; from any thread."""
         asked = f"{num_bytes} bytes at {address:#x}"
-        with self.current(), self.beside_captures():
+        with self.current(), self.allow_during_capture():
             self._call("cuMemHostRegister_v2", address, num_bytes, HOST_PORTABLE, asked=asked)
 
     def unregister_host(self, address: int) -> None:
         """Undo one ``register_host``, while the memory is still mapped."""
-        with self.current(), self.beside_captures():
+        with self.current(), self.allow_during_capture():
             self._call("cuMemHostUnregister", address)
 
-    # -- what this driver has ----------------------------------------------------------------
+    # -- the batch copy ----------------------------------------------------------------------
 
     def _resolve_batch(self, newest_form: BatchForm = BatchForm.WITHOUT_FAIL_INDEX) -> None:
-        """Find the batch copy by the version of its form, asking this driver, not a header."""
+        """Look up the newest form of the batch copy that this driver has."""
         self.batch_form, self._batch = BatchForm.ABSENT, None
         try:
             look_up = self.bind(
@@ -381,8 +380,8 @@ class Driver:
             return  # older than CUDA 12, so without the batch copy too
         newest = min(self.version(), newest_form.value)
         for form, prototype in _FORMS.items():
-            # A driver asked for a form newer than itself may answer with its older one: nine
-            # arguments called as eight. So what it is comes before what it says.
+            # A driver asked for a newer form than its own may return its older one, and nine
+            # arguments would be called as eight. So check the driver's version first.
             if form.value > newest:
                 continue
             address, status = c_void_p(), c_int()
@@ -394,23 +393,23 @@ class Driver:
 
 
 def _address(array: Addresses) -> int:
-    """Where the numbers are; ``array.ctypes.data`` takes three times as long to say it."""
+    """Return an array's address; ``array.ctypes.data`` takes three times as long."""
     return ctypes.addressof(c_char.from_buffer(array.data))
 
 
 class Handles:
-    """Owns what a driver gave out, until ``close`` gives it back, the newest first."""
+    """Owns streams, events and memory of a driver; ``close`` releases them, the newest first."""
 
     def __init__(self) -> None:
         self._taken: list[tuple[Callable[[int], None], int]] = []
 
     def take(self, handle: int, give: Callable[[int], None]) -> int:
-        """Own ``handle``, which ``give`` gives back; returns it."""
+        """Own ``handle``, which ``give`` releases; return it."""
         self._taken.append((give, handle))
         return handle
 
     def close(self) -> None:
-        """Give everything back. A refusal is logged and loses one handle. Safe to call twice."""
+        """Release everything. An error is logged and leaks one handle. Safe to call twice."""
         while self._taken:
             give, handle = self._taken.pop()
             try:
@@ -420,7 +419,7 @@ class Handles:
 
 
 class EventPool:
-    """Owns every event it ever handed out, until ``close``. Safe to use from several threads."""
+    """Reuses events; owns all of them until ``close``. Safe to use from several threads."""
 
     def __init__(self, driver: Driver, *, timing: bool) -> None:
         self._driver = driver
@@ -429,7 +428,7 @@ class EventPool:
         self._all = Handles()
 
     def take(self) -> int:
-        """An event for the caller alone; DriverError when a new one is needed and refused."""
+        """Return a free event, or a new one; DriverError if the driver refuses it."""
         try:
             return self._free.pop()
         except IndexError:
@@ -437,10 +436,10 @@ class EventPool:
             return self._all.take(event, self._driver.destroy_event)
 
     def give(self, event: int) -> None:
-        """Return an event whose last record is done, or that nothing will query any more."""
+        """Give back an event whose last record is done, or that is never queried again."""
         self._free.append(event)
 
     def close(self) -> None:
-        """Destroy every event, held or not: the driver lets pending ones end first."""
+        """Destroy all events, also those in use: the driver lets pending ones end first."""
         self._free.clear()
         self._all.close()

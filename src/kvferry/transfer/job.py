@@ -1,4 +1,4 @@
-"""One transfer as the addresses to copy, and the engine that a device offers to copy them."""
+"""Copy jobs (transfers as addresses), and the contract of the engines that copy them."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from kvferry.types import DEVICE, HOST, Receipt, SlotArray, Transfer, TransferId
 
 
 class Direction(Enum):
-    """Which way the bytes go, seen from the device."""
+    """Direction of a copy, seen from the device."""
 
     STORE = "store"  # device -> host
     LOAD = "load"  # host -> device
 
-    # There is one of each, so its address will do; an Enum's own hash is a call into Python.
+    # Hashing by address suffices for singletons; an Enum's own hash is a call into Python.
     __hash__ = object.__hash__
 
 
 @dataclass(frozen=True, eq=False)
 class CopyJob:
-    """Block ``device_blocks[i]`` from or to host slot ``host_slots[i]``, all segments.
+    """A copy of device blocks ``device_blocks[i]`` to or from host slots ``host_slots[i]``.
 
     Host slot ``h`` is the ``layout.block_bytes`` bytes at ``host_base + h * host_pitch``. Host
     memory is registered with the driver in chunks of ``host_chunk`` bytes counted from
-    ``host_base`` (None: one chunk). The driver refuses one copy across two chunks, so neighbour
+    ``host_base`` (None: one chunk). The driver refuses one copy across two chunks, so neighbouring
     slots may be joined into one copy only within a chunk.
 
-    With ``in_parts`` the job is done part by part, each a job of its own (:meth:`parts`).
+    A job ``in_parts`` is copied part by part, each part as a job of its own (:meth:`parts`).
     """
 
     direction: Direction
@@ -50,7 +50,7 @@ class CopyJob:
         return len(self.device_blocks) * self.layout.block_bytes
 
     def parts(self) -> Sequence[CopyJob]:
-        """The jobs to do one after the other: the job itself, where it has no parts."""
+        """Return the jobs of the parts, in order, or the job itself if it has no parts."""
         if self.in_parts is None:
             return (self,)
         base = self.host_base
@@ -61,7 +61,7 @@ class CopyJob:
 
 
 class JobFactory:
-    """Turns transfers into jobs, checked before anything is copied by address."""
+    """Turns transfers into copy jobs; checks all slot numbers before they become addresses."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class JobFactory:
         self._num_slots = num_slots
 
     def of(self, transfer: Transfer) -> CopyJob:
-        """The addresses of a transfer; InputError where they are not ours to copy."""
+        """Return a transfer's job; InputError for blocks, slots or routes that do not exist."""
         if (transfer.src, transfer.dst) == (DEVICE, HOST):
             direction, blocks, slots = Direction.STORE, transfer.src_slots, transfer.dst_slots
         elif (transfer.src, transfer.dst) == (HOST, DEVICE):
@@ -105,7 +105,7 @@ class JobFactory:
         return CopyJob(direction, layout, blocks, slots, *self._host, parts)
 
     def samples(self) -> Iterator[CopyJob]:
-        """A job of one block for each group, direction and part: what copies can be prepared by."""
+        """Yield a one-block job for each group, direction and part, for ``Path.prepare``."""
         one = np.zeros(1, dtype=np.int64)
         for group in range(len(self.layouts)):
             for ends in ((DEVICE, HOST), (HOST, DEVICE)):
@@ -115,7 +115,7 @@ class JobFactory:
 
 
 def _require_within(what: str, slots: SlotArray, count: int) -> None:
-    # As unsigned numbers the negative ones are the largest: one test finds both kinds.
+    # As unsigned numbers, negative ones are the largest, so one comparison finds both kinds.
     if np.maximum.reduce(slots.view(np.uint64)) >= count:
         worst = slots[slots.view(np.uint64).argmax()]
         raise InputError(f"{what} {worst} is not one of 0 to {count - 1}")
@@ -125,39 +125,39 @@ class CopyEngine(Protocol):
     """Copies blocks between paged device memory and host slots, asynchronously.
 
     Owns its streams, events and staging memory; leaves slots, keys and requests to the scheduler.
-    Stores and loads come after everything queued on the compute stream when they were submitted.
+    A store or load waits for all work queued on the compute stream when it was submitted.
     """
 
     def submit(self, transfer: Transfer) -> None:
-        """Queue one transfer and return at once. A fault is a failed receipt, never a raise."""
+        """Queue one transfer and return at once. A fault becomes a failed receipt."""
 
     def poll(self) -> list[Receipt]:
-        """Receipts of transfers that ended since the last call; never blocks."""
+        """Return the receipts of transfers that ended since the last call; never blocks."""
 
     def wait_for_end(self, seconds: float) -> None:
-        """Return when a transfer has ended that ``poll`` has not returned, or after ``seconds``.
+        """Wait until ``poll`` has a receipt, or for ``seconds``; may return early.
 
-        From any thread, and without the interpreter meanwhile; it may return early.
+        Any thread may call it. It does not hold the interpreter lock while it waits.
         """
 
     def drain(self, timeout: float | None = None) -> list[Receipt]:
-        """Wait until nothing is in flight (or ``timeout`` seconds passed); returns the receipts."""
+        """Wait until nothing is in flight (or ``timeout`` seconds passed); return the receipts."""
 
     def order_compute_after_loads(self) -> None:
         """Make compute queued from now on wait for every load submitted so far."""
 
     def num_landed(self, transfer_id: TransferId) -> int | None:
-        """How many parts of a load ``in_parts`` have landed; None while it may still fail.
+        """Return how many parts of a load ``in_parts`` have arrived; None while it may still fail.
 
-        Also None once ``poll`` has returned its receipt. In between only the loss of the device can
-        keep the other parts from landing.
+        Also None once ``poll`` has returned the load's receipt. In between, only the loss of the
+        device can keep the other parts from arriving.
         """
 
     def order_compute_after_part(self, transfer_ids: Iterable[TransferId], number: int) -> None:
-        """Make compute queued from now on wait for that part of these loads, and those before.
+        """Make compute queued from now on wait for parts 0 to ``number`` of these loads.
 
-        Ignores loads that are over; where a load has fewer parts, the last one counts.
+        Ignores loads that have ended. If a load has fewer parts, compute waits for its last one.
         """
 
     def close(self) -> None:
-        """Drain, then give back streams, events and memory. Safe to call twice."""
+        """Drain, then release streams, events and memory. Safe to call twice."""

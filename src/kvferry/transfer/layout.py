@@ -1,6 +1,6 @@
-"""Where the bytes of a block are on the device, and in what order a host slot holds them.
+"""The layout of blocks: their segments on the device, and their byte order in a host slot.
 
-Geometry comes from storage and strides, never from shape alone: a server may permute its KV
+The layout follows from storage and strides, never from shape alone: a server may permute its KV
 tensors (heads before tokens, layers inside blocks) and keep the shapes::
 
     layer-outermost        one tensor per layer          block b: one segment per layer
@@ -10,8 +10,8 @@ tensors (heads before tokens, layers inside blocks) and keep the shapes::
     block-outermost        one storage, layers inside    block b: one segment in all
       [b0: layer 0 | layer 1 | ...][b1: layer 0 | layer 1 | ...]
 
-Blocks may be cut between layers into parts that land one after the other. The last part is half as
-long as the others: nothing hides what is read after it::
+Blocks may be cut between layers into parts that arrive one after the other. The last part is half
+as long as the others, because no later part arrives while the model reads it::
 
     slot      | layer 0 | layer 1 | layer 2 | layer 3 | layer 4 | layer 5 | layer 6 |
     parts     |-------- 0 --------|-------- 1 --------|-------- 2 --------|--- 3 ---|
@@ -41,10 +41,10 @@ Int64s = npt.NDArray[np.int64]
 class GroupLayout:
     """The segments of one group's blocks, on the device and in a host slot.
 
-    Segment ``s`` of device block ``b`` is the ``sizes[s]`` bytes at ``bases[s] + b * strides[s]``;
-    in a host slot they follow each other without gaps. ``format`` names the order of the bytes in
-    a slot: slots may be exchanged only where formats are equal. ``spans`` maps bytes of a slot to
-    tensors: a tensor's name, first byte, byte after the last.
+    Segment ``s`` of device block ``b`` is the ``sizes[s]`` bytes at ``bases[s] + b * strides[s]``.
+    In a host slot the segments follow each other without gaps. ``format`` identifies the byte order
+    in a slot: slots may be exchanged only between equal formats. ``spans`` maps tensors to bytes of
+    a slot: a tensor's name, its first byte, the byte after its last.
     """
 
     bases: Int64s
@@ -74,7 +74,7 @@ class GroupLayout:
 
     @cached_property
     def offsets(self) -> Int64s:
-        """Where each segment lies in a host slot: one after the other, without gaps."""
+        """Byte at which each segment begins in a host slot."""
         return np.cumsum(self.sizes) - self.sizes
 
     @cached_property
@@ -85,9 +85,9 @@ class GroupLayout:
 def find_overlap(
     bases: Int64s, strides: Int64s, sizes: Int64s, num_blocks: int
 ) -> tuple[tuple[int, int], str] | None:
-    """Two segments that share a byte, and where; None when all ranges are disjoint.
+    """Return two segments that share a byte, and the blocks where, in words; None if none do.
 
-    Ranges are compared only among segments whose extents meet: those of separate tensors do not.
+    Compares only segments whose extents over all blocks meet: those of separate tensors do not.
     """
     ends = bases + (num_blocks - 1) * strides + sizes
     order = np.argsort(bases, kind="stable")
@@ -96,7 +96,7 @@ def find_overlap(
         first_ends, steps = bases[cluster] + sizes[cluster], strides[cluster]
         count, step = num_blocks, int(steps[0])
         if step > 0 and (steps == step).all():
-            # Only how far two blocks are apart matters, and far ones do not meet.
+            # With equal strides only nearby blocks can overlap, so the first few suffice.
             count = min(count, int(first_ends.max() - bases[cluster].min()) // step + 2)
         starts = (bases[cluster, None] + steps[:, None] * np.arange(count)).ravel()
         ends = starts + np.repeat(sizes[cluster], count)
@@ -112,12 +112,12 @@ def find_overlap(
 
 
 _PLAIN_KINDS = "biufcmMV"
-"""Kinds of numpy dtypes whose bytes are the value. Extensions such as bfloat16 are V."""
+"""Kinds of numpy dtypes whose bytes are the values. Extensions such as bfloat16 are V."""
 
 
 @dataclass(frozen=True)
 class TensorView:
-    """One tensor as plain numbers; ``strides`` are in bytes."""
+    """Address and geometry of one tensor; ``strides`` are in bytes."""
 
     name: str
     address: int
@@ -127,9 +127,9 @@ class TensorView:
 
 
 def named_tensors(tensors: Mapping[str, Any] | Iterable[Any]) -> dict[str, Any]:
-    """A group's tensors by name, in layer order; without names, by their number.
+    """Return a group's tensors by name, in layer order; unnamed ones are named by number.
 
-    A bare array is refused: iteration would take its blocks for layers.
+    LayoutError for a single array: iterating it would take its blocks for layers.
     """
     if isinstance(tensors, Mapping):
         return {str(name): tensor for name, tensor in tensors.items()}
@@ -144,9 +144,9 @@ def named_tensors(tensors: Mapping[str, Any] | Iterable[Any]) -> dict[str, Any]:
 
 
 def view_of(tensor: Any, name: str) -> TensorView:
-    """The view of a numpy array or a torch tensor, known by its methods.
+    """Return the view of a numpy array or a torch tensor (recognized without importing torch).
 
-    LayoutError if it has no bytes at an address, or bytes that a load must not write.
+    LayoutError if its bytes have no address, or if a load could not write them.
     """
     if isinstance(tensor, TensorView):
         return tensor
@@ -154,7 +154,7 @@ def view_of(tensor: Any, name: str) -> TensorView:
         return _of_numpy(tensor, name)
     if hasattr(tensor, "data_ptr"):
         return _of_torch(tensor, name)
-    # Other objects may lend bytes made for the moment, which are gone by the time of a copy.
+    # Other objects may expose temporary buffers, which are freed before a copy.
     raise LayoutError(
         f"{name} is a {type(tensor).__name__}; a KV tensor must be a numpy array or a torch tensor"
     )
@@ -188,14 +188,14 @@ def _of_torch(tensor: Any, name: str) -> TensorView:
         raise LayoutError(f"{what} does not say where its bytes are: {error}") from error
     if not address and 0 not in shape:
         raise LayoutError(f"{what} has no memory: nothing to copy from")
-    # Only there: the driver reserves addresses of device memory as pages that cannot be accessed.
+    # Only on CPU: the kernel lists the addresses of device memory as inaccessible pages.
     if getattr(getattr(tensor, "device", None), "type", None) == "cpu" and _is_read_only(address):
         raise LayoutError(f"{name} is read-only memory; blocks could never be loaded into it")
     return TensorView(name, address, shape, strides, itemsize)
 
 
 def _is_read_only(address: int) -> bool:
-    """Whether the process may not write there: torch does not know, and a load would crash."""
+    """Whether memory is mapped read-only: torch does not know, and a load would crash."""
     with suppress(OSError), open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
         for line in maps:
             place, flags = line.split(None, 2)[:2]
@@ -206,7 +206,7 @@ def _is_read_only(address: int) -> bool:
 
 
 class _Axis(NamedTuple):
-    """One axis of a tensor; ``stride`` in bytes."""
+    """One axis of a tensor; ``stride`` is in bytes."""
 
     number: int
     extent: int
@@ -215,7 +215,7 @@ class _Axis(NamedTuple):
 
 @dataclass(frozen=True)
 class _Piece:
-    """One run of bytes of block 0, before neighbours are merged."""
+    """A contiguous run of bytes of block 0, before adjacent pieces are merged to segments."""
 
     base: int
     stride: int
@@ -230,14 +230,14 @@ def describe(
     block_axis: int | None = None,
     num_blocks: int | None = None,
 ) -> GroupLayout:
-    """The layout of one group from its KV tensors, in layer order.
+    """Return the layout of one group from its KV tensors, in layer order.
 
     ``tensors`` are numpy arrays or torch tensors, one or more per layer, by name or in order.
-    ``block_axis`` is the axis that counts blocks, in every tensor. Left out, it is the one axis
-    of each tensor whose extent is ``num_blocks``; where two axes have that extent, we refuse.
+    ``block_axis`` is the axis that counts blocks, in every tensor. By default it is the only axis
+    of each tensor with extent ``num_blocks``; LayoutError if two axes have that extent.
 
-    Raises LayoutError, naming the tensor, for anything that cannot be described exactly: gaps
-    inside a page, broadcast or reversed axes, overlapping blocks, counts that disagree.
+    Raises LayoutError, with the tensor's name, for any layout it cannot describe exactly: gaps
+    inside a page, broadcast or reversed axes, overlapping blocks, different numbers of blocks.
     """
     views = [view_of(tensor, name) for name, tensor in named_tensors(tensors).items()]
     if not views:
@@ -278,7 +278,7 @@ def _block_axis(view: TensorView, named: int | None, num_blocks: int) -> int:
 
 
 def _pieces(view: TensorView, block_axis: int) -> list[_Piece]:
-    """The runs of block 0 in one tensor, in the order of the axes that split them."""
+    """Return the pieces of block 0 in one tensor, in the order of the axes that split it."""
     num_blocks, block_stride = view.shape[block_axis], view.strides[block_axis]
     all_axes = zip(range(len(view.shape)), view.shape, view.strides, strict=True)
     axes = [_Axis(*axis) for axis in all_axes if axis[0] != block_axis and axis[1] != 1]
@@ -289,7 +289,7 @@ def _pieces(view: TensorView, block_axis: int) -> list[_Piece]:
             f"{view.name} repeats or reverses an axis: strides {view.strides} bytes "
             f"for shape {view.shape}"
         )
-    # Innermost first: each axis must start where the one inside it ends, or it splits the block.
+    # From the innermost axis on: an axis whose stride exceeds the run so far splits the block.
     axes.sort(key=lambda axis: axis.stride)
     order = ",".join(f"{axis.number}x{axis.extent}" for axis in axes)
     run = view.itemsize
@@ -310,7 +310,7 @@ def _pieces(view: TensorView, block_axis: int) -> list[_Piece]:
 
 
 def _refuse_gaps(view: TensorView, axes: list[_Axis], run: int, block_stride: int | None) -> None:
-    """Axes outside the block axis may split a block, and K and V inside; other gaps are padding."""
+    """Refuse padding: only outer axes and one inner axis of extent 2 (K, V) may split a block."""
     inside = [axis for axis in axes if block_stride is None or axis.stride < block_stride]
     if len(inside) > 1 or (inside and inside[0].extent != 2):
         raise LayoutError(
@@ -321,10 +321,10 @@ def _refuse_gaps(view: TensorView, axes: list[_Axis], run: int, block_stride: in
 
 
 def _in_slot_order(pieces: list[_Piece], num_blocks: int) -> list[tuple[int, _Piece]]:
-    """Pieces with their place in tensor order, as a slot will hold them.
+    """Return the pieces in the order of a slot, each with its position in tensor order.
 
-    That order does not depend on where an allocator put a layer. Only where all pieces interleave
-    block by block in one storage they are sorted by address, which makes a block one run.
+    Tensor order does not depend on the addresses of layers. Only pieces that all interleave block
+    by block in one storage are sorted by address, which makes a block one run of bytes.
     """
     numbered = list(enumerate(pieces))
     low = min(piece.base for piece in pieces)
@@ -368,19 +368,19 @@ def _assemble(ordered: list[tuple[int, _Piece]], num_blocks: int) -> GroupLayout
 
 
 def _tables(pieces: list[_Piece]) -> tuple[Int64s, Int64s, Int64s]:
-    """Bases, strides and sizes."""
+    """Return bases, strides and sizes of the pieces, each as an array."""
     table = np.array([(piece.base, piece.stride, piece.size) for piece in pieces], dtype=np.int64)
     bases, strides, sizes = table.T.copy()
     return bases, strides, sizes
 
 
 NUM_PARTS = 4
-"""Each is one more pass over the slots, and costs a load of 900 MB 0.3 ms (one NVIDIA H200)."""
+"""Parts of a load; each is a pass over the slots, and costs 900 MB 0.3 ms (one NVIDIA H200)."""
 
 
 @dataclass(frozen=True, eq=False)
 class LayerPart:
-    """Some bytes of every block: a layout of their own, and where they begin in a slot."""
+    """Some layers of every block: their layout, and the byte of a slot where they ``start``."""
 
     layout: GroupLayout
     start: int
@@ -388,29 +388,29 @@ class LayerPart:
 
 @dataclass(frozen=True, eq=False)
 class LayerParts:
-    """A group's blocks in parts, in the order in which they land."""
+    """The parts of a group's blocks, in the order in which they arrive."""
 
     parts: tuple[LayerPart, ...]
 
     @classmethod
     def of(cls, layout: GroupLayout, num_parts: int = NUM_PARTS) -> LayerParts:
-        """Cut between tensors; one part where ``spans`` is empty."""
-        bounds = [0, *_cuts(layout, num_parts), layout.block_bytes]
+        """Cut blocks between tensors; returns a single part if ``spans`` is empty."""
+        bounds = [0, *_part_bounds(layout, num_parts), layout.block_bytes]
         pairs = itertools.pairwise(bounds)
-        return cls(tuple(LayerPart(_between(layout, *pair), pair[0]) for pair in pairs))
+        return cls(tuple(LayerPart(_slice(layout, *pair), pair[0]) for pair in pairs))
 
     def __len__(self) -> int:
         return len(self.parts)
 
     def last_of(self, layout: GroupLayout, tensors: Sequence[str]) -> int:
-        """The part with which these tensors of ``layout`` have landed whole."""
+        """Return the number of the last part that has bytes of these tensors of ``layout``."""
         ends = [end for name, _, end in layout.spans if name in tensors]
         starts = [part.start for part in self.parts]
         return bisect.bisect_right(starts, max(ends) - 1) - 1 if ends else len(self.parts) - 1
 
 
-def _cuts(layout: GroupLayout, num_parts: int) -> list[int]:
-    """Where one part ends and the next begins, in bytes of a slot."""
+def _part_bounds(layout: GroupLayout, num_parts: int) -> list[int]:
+    """Return the bytes of a slot at which a new part begins, without byte 0."""
     between = sorted({start for _, start, _ in layout.spans if start})
     if not between:
         return []
@@ -419,8 +419,8 @@ def _cuts(layout: GroupLayout, num_parts: int) -> list[int]:
     return sorted({min(between, key=lambda at: abs(at - goal)) for goal in wanted})
 
 
-def _between(layout: GroupLayout, start: int, end: int) -> GroupLayout:
-    """The segments between two places of a slot, the first and the last cut where they cross."""
+def _slice(layout: GroupLayout, start: int, end: int) -> GroupLayout:
+    """Return the layout of bytes ``start`` to ``end`` of a slot, cutting segments at both."""
     low = np.maximum(layout.offsets, start)
     high = np.minimum(layout.offsets + layout.sizes, end)
     inside = np.flatnonzero(high > low)

@@ -17,10 +17,10 @@ _VERBS = ("insert", "use", "keep", "put_back", "take", "peek", "holds", "discard
 
 
 def policy_named(policy: str) -> EvictionPolicyMaker:
-    """What makes this policy for a pool: ``Pool(num_slots, policy_named(config.policy))``.
+    """Return the maker of this policy: ``Pool(num_slots, policy_named(config.policy))``.
 
-    ConfigError, with the policy and the reason, where it cannot be found; and again from the maker
-    where what it makes is no policy.
+    Raises ConfigError, with the policy and the reason, where it cannot be found. The maker raises
+    ConfigError where the policy cannot be made or breaks the contract.
     """
     policy = read_policy("policy", policy)
     make: Callable[[Residents], Any] = find_factory(
@@ -46,6 +46,6 @@ def policy_named(policy: str) -> EvictionPolicyMaker:
 
 
 def _what_is_wrong(policy: Any) -> str:
-    """Where it breaks the contract as far as can be seen from outside; empty if nowhere."""
+    """Say which methods of the contract an object lacks; empty if none."""
     lacking = [verb for verb in _VERBS if not callable(getattr(policy, verb, None))]
     return f"it lacks {', '.join(lacking)}" if lacking else ""

@@ -1,4 +1,4 @@
-"""Which blocks are worth storing at all: those that were asked for often enough."""
+"""Admission: which blocks are requested often enough to be stored."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ _MOST = 255
 
 
 class SeenOften:
-    """Admits keys that were seen at least ``threshold`` times, in little memory.
+    """Admits keys that were requested at least ``threshold`` times, in little memory.
 
     Owns a count-min sketch: each key has a counter in each of four rows, and its smallest counter
-    is at least how often it was seen. Sharing counters can only admit a block too early. All
-    counters are halved from time to time, so that what was popular once does not stay so.
+    is at least the number of requests. Sharing counters can only admit a block too early. All
+    counters are halved from time to time, so that old popularity fades.
     """
 
     def __init__(self, threshold: int, *, num_keys: int) -> None:
-        """``num_keys``: about how many different keys to tell apart (the pool's size, say)."""
+        """``num_keys`` is about how many different keys to tell apart, such as the pool's size."""
         self.threshold = min(threshold, _MOST)
         self.counts = threshold > 1
-        """Whether it matters how often a key was seen."""
+        """Whether requests are counted; False admits every key."""
         width = 1 << max(10, (4 * num_keys - 1).bit_length()) if threshold > 1 else 1
         self._counters = np.zeros((_ROWS, width), dtype=np.uint8)
         self._mask = np.uint64(width - 1)
@@ -33,7 +33,7 @@ class SeenOften:
         self._halve_after = 8 * width
 
     def see(self, keys: Keys) -> None:
-        """A request asked for these blocks."""
+        """Count one request for each of these blocks."""
         if not self.counts:
             return
         self._seen += len(keys)
@@ -44,7 +44,7 @@ class SeenOften:
             row[places] = np.minimum(row[places], _MOST - 1) + 1
 
     def admits(self, keys: Keys) -> npt.NDArray[np.bool_]:
-        """For each key, whether it was seen often enough."""
+        """Return, for each key, whether it was requested often enough."""
         if not self.counts:
             return np.ones(len(keys), dtype=bool)
         pairs = zip(self._counters, self._places(keys), strict=True)
@@ -52,31 +52,31 @@ class SeenOften:
         return np.asarray(least >= self.threshold)
 
     def _places(self, keys: Keys) -> list[npt.NDArray[np.int64]]:
-        # A key's words are independent hashes already.
+        # The words of a key are independent hashes already, one for each row.
         return [(keys.array[:, row] & self._mask).astype(np.int64) for row in range(_ROWS)]
 
 
 # ------------------------------------------------------------------------------------------------
-# How far ahead of need to look: a watermark that follows demand.
+# How many slots to keep evictable ahead of need: a watermark that follows demand.
 
-_STEPS_AHEAD = 4  # a copy started now lands within a few steps
-_KEEP = 0.9  # of yesterday's demand, each step: a burst is remembered for about twenty steps
+_STEPS_AHEAD = 4  # steps of demand to cover: a copy started now lands within a few steps
+_KEEP = 0.9  # share of the peak kept each step: a burst counts for about twenty steps
 
 
 class Watermark:
-    """How many places should be ready to be given away: the recent peak of demand, times a few.
+    """Number of slots to keep ready for stores: a few times the recent peak of demand.
 
-    Owns one number.
+    Owns that peak.
     """
 
     def __init__(self, *, least: int = 0, most: int) -> None:
-        """Look at least and at most this far ahead."""
+        """Keep :attr:`depth` between ``least`` and ``most`` slots."""
         self._least = least
         self._most = most
         self._peak = 0.0
 
     def demand(self, count: int) -> None:
-        """This many places were taken in the step that just passed."""
+        """Note that the last step took this many slots."""
         self._peak = max(float(count), self._peak * _KEEP)
         if self._peak < 0.5:
             self._peak = 0.0

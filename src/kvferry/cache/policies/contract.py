@@ -1,9 +1,9 @@
-"""What an eviction policy is told and may ask; what it must answer.
+"""The contract of eviction policies: what the pool tells them, and what they must answer.
 
-A policy learns of three different things: blocks that came (``insert``), blocks that served a
-request (``use``), and blocks that must stay only because others follow them (``keep``). It names
-the next victims (``take``). Whether a block may go at all is for the pool to know. A policy that
-``HearsRequests`` is also told of all requests, hit or missed; one that ``HearsHints``, of hints.
+The pool reports three different things: new blocks (``insert``), blocks that served a request
+(``use``), and blocks that stay only because others follow them (``keep``). The policy names the
+next victims (``take``); the pool decides whether each can be evicted. A policy that implements
+``HearsRequests`` also gets all requests, hit or missed; with ``HearsHints`` it gets hints.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from kvferry.types import SlotArray
 
 
 class Arriving(NamedTuple):
-    """Blocks that want slots: what room is needed for. To be looked at, not to be kept.
+    """Blocks to be stored, for which a policy makes room. Valid during the call only.
 
-    ``keys`` are those of one call, in the order of their chain; ``slots`` says where each of them
-    is, ``NO_SLOT`` for those that want one. ``parent`` is the slot of the block before the first of
-    them, ``NO_SLOT`` where there is none here. Blocks that are not ``chained`` stand alone.
-    Those that ``must_stay`` are to be pinned, and must not be refused for their value.
+    ``keys`` are those of one store, in chain order. ``slots`` has the slot of each, ``NO_SLOT`` for
+    blocks that need one. ``parent`` is the slot of the block before the first, ``NO_SLOT`` if it is
+    not in the pool. Blocks that are not ``chained`` do not depend on each other. Blocks that
+    ``must_stay`` will be pinned: the policy must not refuse them for their value.
     """
 
     keys: Keys
@@ -36,10 +36,10 @@ class Arriving(NamedTuple):
 
 
 class Evidence(NamedTuple):
-    """A hint for a conversation: what its sender knows besides its blocks.
+    """A hint for a conversation, as the eviction policy gets it.
 
-    It is ``ended``, or it ``continues`` (``within`` so many seconds from now, where that was said).
-    ``sender`` names its tenant, else its session; empty where there is neither.
+    It has ``ended``, or it ``continues``, ``within`` so many seconds from now if the hint says so.
+    ``sender`` names its tenant, else its session; empty if it has neither.
     """
 
     ended: bool = False
@@ -50,91 +50,91 @@ class Evidence(NamedTuple):
 
 @dataclass(frozen=True)
 class Residents:
-    """What a policy may see of the blocks in a pool: questions, answered when they are asked."""
+    """What a policy may ask about the blocks in its pool; each call returns the current state."""
 
     num_slots: int
     now: Callable[[], float]
-    """Seconds, from some moment on; while a policy is told of a request, when that was."""
+    """Time in seconds from an arbitrary start; while an event is delivered, the event's time."""
     keys_of: Callable[[SlotArray], Keys]
     parents_of: Callable[[SlotArray], SlotArray]
-    """The slot of the block before each, ``NO_SLOT`` where there is none here."""
+    """The slot of the block before each, ``NO_SLOT`` if that block is not in the pool."""
     num_followers_of: Callable[[SlotArray], npt.NDArray[np.int32]]
-    """How many blocks come right after each. One that is followed cannot go without them."""
+    """How many blocks follow each directly. A block cannot be evicted without its followers."""
     is_idle: Callable[[SlotArray], npt.NDArray[np.bool_]]
-    """Whether each is cached, read by no lease, and no part of what arrives: else it cannot go."""
+    """Whether each is cached, under no lease or pin, and no part of the arriving chain."""
     can_go: Callable[[int], bool]
-    """Whether one, by its slot, could go now: it is idle, and no block comes right after it."""
+    """Whether the block in this slot could be evicted now: it is idle, and no block follows it."""
     feeds_below: Callable[[], bool] = lambda: False
-    """Whether evicted blocks are copied to a lower tier: refused newcomers are lost to it, too."""
+    """Whether evicted blocks are copied to a lower tier, which never gets a refused newcomer."""
 
 
 class EvictionPolicy(Protocol):
-    """In which order cached blocks should go. Owns what it remembers; leaves claims to the pool.
+    """Orders cached blocks for eviction. Owns its queues and statistics; leaves claims to the pool.
 
-    A policy holds a slot from ``insert`` until the slot is taken or discarded, and again from when
-    it is kept, used or put back. Slots in a call are distinct. Every call takes a whole batch.
+    A policy holds a slot from ``insert`` until the slot is taken or discarded. ``keep``, ``use``
+    and ``put_back`` return a taken slot to it. The slots of one call are distinct.
     """
 
     def insert(self, slots: SlotArray) -> None:
-        """These blocks can be matched from now on; in the order of their chain."""
+        """Add blocks that can be matched from now on, in chain order."""
 
     def use(self, slots: SlotArray) -> None:
-        """A request was served with these blocks, or stores what follows them; in chain order."""
+        """Note that a request used these blocks or stores blocks after them; in chain order."""
 
     def keep(self, slots: SlotArray) -> None:
-        """These, taken before, must stay as long as those that follow them; followers first.
+        """Return taken slots to the policy, followers first: they stay as long as their followers.
 
-        No sign of use: they were met before blocks that depend on them.
+        This is no sign of use: the policy named them before blocks that depend on them.
         """
 
     def put_back(self, slots: SlotArray) -> None:
-        """These stay for now: they would go first again, in this order."""
+        """Return slots to the front of the eviction order, in the order given."""
 
     def take(self, count: int, arriving: Arriving) -> SlotArray:
-        """Let go of up to ``count`` slots and return them, the first to go first.
+        """Release up to ``count`` slots and return them, in eviction order.
 
-        The pool evicts those that may go, then keeps or puts back the others; one that is claimed
-        comes back when its claim ends. It asks again while it lacks room, until the answer is
-        empty: the rest of what arrives is not stored then. So a policy refuses newcomers.
+        The pool evicts those that can be evicted, then keeps or puts back the others; a claimed
+        slot comes back when its claim ends. The pool asks again while it lacks room. With an empty
+        answer the policy refuses the arriving blocks that still lack room: they are not stored.
         """
 
     def peek(self, count: int) -> SlotArray:
-        """Up to ``count`` slots that would go first, in that order; changes nothing."""
+        """Return up to ``count`` slots that would be evicted next, in order; change nothing."""
 
     def holds(self, slots: SlotArray) -> npt.NDArray[np.bool_]:
-        """For each slot, whether it is held."""
+        """Return, for each slot, whether the policy holds it."""
 
     def discard(self, slots: SlotArray) -> None:
-        """These slots left the cache; those that are not held are ignored."""
+        """Remove slots that left the cache; ignore those that the policy does not hold."""
 
     def clear(self) -> None:
-        """Let go of every slot."""
+        """Remove every slot."""
 
 
 @runtime_checkable
 class HearsHints(Protocol):
-    """An eviction policy that takes hints as evidence. Others are helped by the pool."""
+    """An eviction policy that takes hints. For other policies the pool pins or evicts instead."""
 
     def hint(self, keys: Keys, evidence: Evidence) -> None:
-        """This was said of a request with these whole blocks, or of its leading ones that are here.
+        """Take a hint for a request with these full blocks, or for its leading cached ones.
 
-        Told when the request comes, before room is made for it, and again when it is over; of
-        several times the last counts. A later request that goes on with it may prove it wrong.
+        Called when the request comes, before room is made for it, and again when it has ended; the
+        last call counts. A later request that continues the chain may prove the hint wrong.
         """
 
 
 @runtime_checkable
 class HearsRequests(Protocol):
-    """An eviction policy that is told of every request, also of what was not here."""
+    """An eviction policy that gets every request, also those that miss."""
 
     def asked(self, keys: Keys, num_tokens: int, slots: SlotArray) -> None:
-        """A request asks for these blocks: all whole ones of its ``num_tokens``, from the first on.
+        """Note that a request of ``num_tokens`` asked for these blocks, all its full ones.
 
-        ``slots`` are those of its hit: not of blocks that the engine has itself. Told once for
-        each request, when it comes or some requests later, but before anything here changes or is
-        chosen, so before its own blocks are stored.
+        ``slots`` are those of its hit, without blocks that the engine has itself. Called once for
+        each request, when it comes or some requests later. But the call comes before any later
+        change to the pool and any choice of victims, so before the request's own blocks are stored.
         """
 
 
 EvictionPolicyMaker = Callable[[Residents], EvictionPolicy]
-"""What makes a policy for a pool: mostly its class."""
+"""Makes the policy of a pool; usually the policy's class."""

@@ -1,4 +1,4 @@
-"""What happened in a pool, told to its eviction policy: late, in order, each with its own time."""
+"""Policy feed: delivers a pool's events to its eviction policy, late and in order."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _LOOKUP, _, _STORE, _USE, _RETURN, _HINT, _EVICT = ALL_KINDS[:7]
 
 
 class PolicyFeed:
-    """Tells the eviction policy of one pool what happened, in order and with the time of each.
+    """Delivers one pool's events to its eviction policy, in order and with the time of each.
 
-    Owns the policy and its backlog. The pool drains it before victims are selected, and before
-    chains grow: the policy asks for both as they were.
+    Owns the policy and its backlog. The pool drains it before it selects victims and before chains
+    change, because the policy asks for the chains as they were at each event.
     """
 
     def __init__(self, log: EventLog, clock: Callable[[], float]) -> None:
@@ -27,19 +27,19 @@ class PolicyFeed:
         self.failure: Exception | None = None
         """The first exception of the policy since the last :meth:`raise_failure`."""
         self.has_failed = False
-        """Whether the policy has raised, and so may lack slots, since room was last made."""
+        """Whether the policy raised since room was last made, and so may lack slots."""
         self.events: deque[PoolEvent] = deque()
-        """What the policy has not been told yet, the oldest first."""
+        """Events not yet delivered to the policy, the oldest first."""
         self.policy: EvictionPolicy
         self.hearer: HearsRequests | None = None
         self.hint_hearer: HearsHints | None = None
 
     def now(self) -> float:
-        """The policy's time: while it is told of an event, when that happened."""
+        """Return the policy's time: the event's own while one is delivered, else the clock's."""
         return self._clock() if self._then is None else self._then
 
     def feed(self, policy: EvictionPolicy) -> None:
-        """Tell this policy from now on, instead of the one before, which has heard of all."""
+        """Deliver events to this policy from now on; the old policy's backlog must be empty."""
         self.policy = policy
         as_object: object = policy
         self.hearer = as_object if isinstance(as_object, HearsRequests) else None
@@ -55,10 +55,10 @@ class PolicyFeed:
         self.events = self._reader.events
 
     def drain(self) -> None:
-        """Tell the policy all that waits. What it raises is kept for :meth:`raise_failure`."""
+        """Deliver the backlog. Keep the policy's first exception for :meth:`raise_failure`."""
         events = self.events
         while events:
-            event = events[0]  # an interrupt leaves it there, to be told again
+            event = events[0]  # still queued: after an interrupt it is delivered again
             self._then = event.at
             try:
                 if event.kind is _USE:
@@ -75,7 +75,7 @@ class PolicyFeed:
             events.popleft()
 
     def raise_failure(self) -> None:
-        """Raise the first exception of the policy since the last call."""
+        """Raise the policy's first exception since the last call, if any."""
         failure, self.failure = self.failure, None
         if failure is not None:
             raise failure

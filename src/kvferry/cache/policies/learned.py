@@ -1,4 +1,4 @@
-"""What a policy has learned, in a small file that outlives its process.
+"""File format for the numbers that an eviction policy has learned, to survive a restart.
 
 ::
 
@@ -19,15 +19,15 @@ _DIGEST_BYTES = 16
 
 @runtime_checkable
 class Learns(Protocol):
-    """An eviction policy that learns numbers which are of use to the next process."""
+    """An eviction policy that learns numbers which the next process can use."""
 
     @property
     def learned(self) -> tuple[npt.NDArray[np.float64], ...]:
-        """Arrays, to be written and to be filled."""
+        """The learned arrays; :func:`unpack` writes into them."""
 
 
 def pack(policy: object) -> bytes:
-    """Return what a policy has learned, for a file; nothing if it does not learn."""
+    """Return the file's bytes for what a policy has learned; empty if it does not learn."""
     if not isinstance(policy, Learns):
         return b""
     numbers = b"".join(array.astype("<f4").tobytes() for array in policy.learned)
@@ -35,7 +35,7 @@ def pack(policy: object) -> bytes:
 
 
 def unpack(policy: object, found: bytes) -> bool:
-    """Give a policy what an earlier process packed; False, and no change, where that is bad."""
+    """Fill a policy's arrays from packed bytes; False, and no change, if they are bad."""
     if not isinstance(policy, Learns):
         return False
     start = len(_MAGIC) + _DIGEST_BYTES

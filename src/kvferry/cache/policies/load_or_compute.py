@@ -1,4 +1,4 @@
-"""Load or recompute: which brings a hit's tokens sooner, by what was measured so far."""
+"""Load or recompute: which is faster for a hit, by the rates measured so far."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from typing import NamedTuple
 
 from kvferry.types import HOST, TierName
 
-_WEIGHT = 0.2  # of the newest measurement in a running average
+_WEIGHT = 0.2  # share of the newest measurement in a running average
 _MIN_TOKENS = 16  # a measurement over fewer tokens is mostly overhead
-_FIRST_PATIENCE, _MOST_PATIENCE = 2, 32  # hits in a row that computing wins, before one is loaded
+_FIRST_PATIENCE, _MOST_PATIENCE = 2, 32  # hits in a row not loaded, before one is loaded to measure
 
 
 class Verdict(Enum):
     """Why a hit is loaded or not."""
 
-    LOAD_ALWAYS = "load_always"  # the policy says so
+    LOAD_ALWAYS = "load_always"  # the setting says so
     LOAD_UNMEASURED = "load_unmeasured"  # a rate is not known yet: loading is the better bet
-    LOAD_FASTER = "load_faster"  # by what was measured so far
-    COMPUTE_FASTER = "compute_faster"  # by what was measured so far
-    LOAD_TO_MEASURE = "load_to_measure"  # computing won so long that the link may be another now
+    LOAD_FASTER = "load_faster"  # by the measured rates
+    COMPUTE_FASTER = "compute_faster"  # by the measured rates
+    LOAD_TO_MEASURE = "load_to_measure"  # many hits were computed, so the bandwidth may be outdated
 
 
 class Decision(NamedTuple):
@@ -37,37 +37,37 @@ class Decision(NamedTuple):
 class LoadOrCompute:
     """Decides per request. Owns running averages: the prefill rate, and each link's bandwidth.
 
-    The link to the device is one; each tier below the host has another. Only loads measure a link:
-    so a hit is loaded now and then although computing it looks faster, soon at first, when all that
-    is known may be one slow read of a drive that had just woken, and then ever more rarely.
+    A link leads from the host to the device, or from a lower tier to the host. Only loads measure a
+    link, so a hit is sometimes loaded although computing looks faster. That happens soon at first,
+    when one slow read of a drive that just woke may be the only measurement; then ever more rarely.
     """
 
     def __init__(self, policy: str) -> None:
         self._policy = policy
         self.prefill_rate: float | None = None
-        """Tokens per second, as measured."""
+        """Prompt tokens computed per second, as measured; None before the first measurement."""
         self._bandwidths: dict[TierName, float] = {}
-        self._num_declined: dict[TierName, int] = {}  # in a row, on each link
+        self._num_declined: dict[TierName, int] = {}  # hits computed in a row, by link
         self._patience: dict[TierName, int] = {}
 
     @property
     def bandwidth(self) -> float | None:
-        """Bytes per second of loads to the device, as measured."""
+        """Bytes per second of loads to the device, as measured; None while unknown."""
         return self.bandwidth_of(HOST)
 
     def bandwidth_of(self, link: TierName) -> float | None:
-        """Bytes per second from the host to the device, or from a tier to the host."""
+        """Return bytes per second from the host to the device, or from a lower tier to the host."""
         return self._bandwidths.get(link)
 
     def note_load(self, num_bytes: int, seconds: float, link: TierName = HOST) -> None:
-        """A load of this size took this long on the link."""
+        """Note that a load of this size took this long on the link."""
         if num_bytes > 0 and seconds > 0:
             new = num_bytes / seconds
             old = self._bandwidths.get(link, new)
             self._bandwidths[link] = old + _WEIGHT * (new - old)
 
     def note_prefill(self, num_tokens: int, seconds: float) -> None:
-        """The engine computed this many prompt tokens in this time."""
+        """Note that the engine computed this many prompt tokens in this time."""
         if num_tokens >= _MIN_TOKENS and seconds > 0:
             new = num_tokens / seconds
             old = new if self.prefill_rate is None else self.prefill_rate
@@ -76,9 +76,9 @@ class LoadOrCompute:
     def decide(
         self, num_tokens: int, num_bytes: int, queued_bytes: int, link: TierName = HOST
     ) -> Decision:
-        """For a hit of ``num_tokens`` in ``num_bytes``, behind ``queued_bytes`` on the link.
+        """Decide for a hit of ``num_tokens`` in ``num_bytes``, behind ``queued_bytes`` on the link.
 
-        What comes from a tier has the link to the device before it still.
+        For a lower tier's link, the load time includes the copy from the host to the device.
         """
         if self._policy == "always":
             return Decision(Verdict.LOAD_ALWAYS)
@@ -102,29 +102,29 @@ class LoadOrCompute:
 
 
 class BusyTime:
-    """How long a link has something to do: many transfers are under way at once."""
+    """Measures the busy time of a link on which many transfers are under way at once."""
 
     def __init__(self) -> None:
         self._num_under_way = 0
         self.since = 0.0
-        """When it last brought something, or began to have something to do."""
+        """Time of the link's last completion, or of its first transfer after it was idle."""
         self._num_bytes = 0
 
     def begin(self, now: float) -> None:
-        """A transfer is on its way."""
+        """Note that a transfer began."""
         if not self._num_under_way:
             self.since, self._num_bytes = now, 0
         self._num_under_way += 1
 
     def give_up(self) -> None:
-        """One of them is not waited for any longer, which is no news of the others."""
+        """Stop counting one transfer that is overdue; the others' measurement goes on."""
         self._num_under_way -= 1
 
     def end(self, num_bytes: int, now: float) -> tuple[int, float]:
-        """It ended with so many bytes; returns what came in which time since there was news."""
+        """Note that a transfer ended; return bytes and seconds since the last measurement."""
         self._num_under_way -= 1
         self._num_bytes += num_bytes
-        if now <= self.since:  # several came at once: they count with the next
+        if now <= self.since:  # several ended at once: they count with the next
             return 0, 0.0
         came, seconds = self._num_bytes, now - self.since
         self.since, self._num_bytes = now, 0

@@ -1,4 +1,4 @@
-"""Least recently used, for whole batches at a time."""
+"""The least-recently-used eviction policy; every call handles a whole batch of slots."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvferry.types import NO_SLOTS, SlotArray
 _ABSENT = 0
 _START = 1 << 40  # positions grow from here, and shrink when slots are put back
 _PIECE = 1 << 16
-_LOOK = 256  # queue entries looked at together when most of them may be stale
+_LOOK = 256  # the fewest queue entries examined at once, as most of them may be stale
 
 
 class Lru:
@@ -22,9 +22,9 @@ class Lru:
         queue   3 7 3 1 7        positions 10 11 12 13 14, head = 10, tail = 15
         where   1 -> 13, 3 -> 12, 7 -> 14      the touches at 10 and 11 are stale
 
-    A touch appends and leaves the older entry behind; the entry is skipped when the head reaches
-    it. No links to mend, so a batch of any size is a few array operations. That a block came, was
-    used or is kept for the sake of others is all the same to it.
+    A touch appends an entry and leaves the slot's older entry stale; the head skips stale entries.
+    There are no links to mend, so a batch of any size is a few array operations. ``insert``,
+    ``use`` and ``keep`` all count as a touch.
     """
 
     def __init__(self, residents: Residents) -> None:
@@ -37,7 +37,7 @@ class Lru:
         self._tail = _START
 
     def use(self, slots: SlotArray) -> None:
-        # Appended in reverse: the end of a conversation goes before its beginning.
+        # Appended in reverse: the end of a conversation is evicted before its beginning.
         count = len(slots)
         if self._tail + count - self._head > self._size:
             self._compact()
@@ -48,7 +48,7 @@ class Lru:
     insert = use
 
     def keep(self, slots: SlotArray) -> None:
-        self.use(np.ascontiguousarray(slots[::-1]))  # a reversed view is slow to write by
+        self.use(np.ascontiguousarray(slots[::-1]))  # indexing with a reversed view is slow
 
     def put_back(self, slots: SlotArray) -> None:
         if self._tail + len(slots) - self._head > self._size:
@@ -76,7 +76,7 @@ class Lru:
         self._head = self._tail = _START
 
     def _oldest(self, count: int) -> tuple[SlotArray, int]:
-        """The first ``count`` live slots, and the position after the last of them."""
+        """Return the first ``count`` live slots, and the position after the last of them."""
         found: list[SlotArray] = []
         start = self._head
         while count > 0 and start < self._tail:
@@ -89,9 +89,9 @@ class Lru:
         return np.concatenate((NO_SLOTS, *found)), start
 
     def _compact(self) -> None:
-        # The queue is at least twice the slots, so half of it or more is stale by now:
-        # the walk is paid for by the touches that filled it. In pieces, each moved to behind the
-        # live ones before it: of a tier's slots there may be many millions.
+        # The queue has room for more than twice the slots, so half of a full queue is stale. The
+        # touches that filled it pay for this walk. Live entries move to the front piece by piece,
+        # because a tier may have many millions of slots.
         end = self._head
         for start in range(self._head, self._tail, _PIECE):
             stop = min(start + _PIECE, self._tail)
@@ -103,7 +103,7 @@ class Lru:
         self._tail = end
 
     def _read(self, start: int, end: int) -> SlotArray:
-        """What is queued at these positions; around the end of the array where it has to be."""
+        """Return the slots queued at these positions, which may wrap around the array's end."""
         first = start & self._mask
         stop = first + end - start
         if stop <= self._size:

@@ -1,6 +1,6 @@
-"""Quotas: the tenant furthest above its part of a pool makes room first.
+"""Quotas: the tenant furthest above its part of a pool gives up blocks first.
 
-Every tenant has a policy to itself, so a busy tenant does not evict the blocks of a quiet one.
+Every tenant has its own eviction policy, so a busy tenant does not evict a quiet one's blocks.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from kvferry.core.keys import Keys
 from kvferry.types import NO_SLOTS, SlotArray
 
 _ROUNDING = 1e-6
-"""29% of 100 slots are 29, and not the 28.999... that floats make of it."""
+"""Slots added before rounding down: 29% of 100 slots is 29, not the 28.999... of floats."""
 
 _NO_TENANT = -1
 
 
 class Quotas:
-    """The eviction policy of a pool that tenants share. Owns which tenant has each slot.
+    """The eviction policy of a pool that tenants share. Owns the tenant of each slot.
 
     A tenant's part of the pool is its share, or an even part of what all shares leave over. While
-    a tenant stores, the tenants above their parts make room, the one furthest above first; what is
-    being stored is counted in. Blocks within a share are lost to no other tenant; those within an
-    even part only where nothing else can go.
+    a tenant stores, tenants above their parts give up blocks, the one furthest above first; blocks
+    being stored count too. Another tenant's store never evicts blocks within a share, and evicts
+    blocks within an even part only if nothing else can be evicted.
     """
 
     def __init__(
@@ -49,10 +49,10 @@ class Quotas:
         self._inner: dict[int, EvictionPolicy] = {0: first}
         self._owner = np.zeros(residents.num_slots, dtype=np.int16)
         self.owned, self.evicted, self.pinned = np.zeros((3, len(shares)), dtype=np.int64)
-        """By tenant: its slots, its blocks that were evicted so far, and its pinned slots."""
+        """Per tenant: slots it owns, its blocks evicted so far, and its pinned slots."""
         self._newcomer, self._coming = _NO_TENANT, 0
         self._num_slots = residents.num_slots
-        # A policy hears by having these methods; this one has them where the tenants' have.
+        # The pool tests for these methods; define them only if the tenants' policies have them.
         if isinstance(first, HearsHints):
             self.hint = self._tell_hint
         if isinstance(first, HearsRequests):
@@ -61,27 +61,27 @@ class Quotas:
     # -- ownership ------------------------------------------------------------------------------
 
     def own(self, slots: SlotArray, tenant: int) -> None:
-        """These slots were given to a tenant."""
+        """Note that these slots were given to a tenant."""
         self._owner[slots] = tenant
         self.owned[tenant] += len(slots)
         self._newcomer = _NO_TENANT
 
     def expect(self, tenant: int, count: int, num_slots: int) -> None:
-        """Room is made for so many blocks of a tenant, in a pool with so many slots by now."""
+        """Prepare to make room for ``count`` blocks of a tenant, in a pool of ``num_slots``."""
         self._newcomer, self._coming = tenant, count
         self._num_slots = num_slots
 
     def left(self, slots: SlotArray) -> None:
-        """These slots are free."""
-        # The owner stays noted: the policy is told later that the block left.
+        """Note that these slots are free."""
+        # The owner stays recorded: the policy learns later that the block left.
         self.owned -= self._by_tenant(slots)
 
     def went(self, slots: SlotArray) -> None:
-        """The blocks of these slots were evicted."""
+        """Count the blocks of these slots as evicted."""
         self.evicted += self._by_tenant(slots)
 
     def count_pinned(self, slots: SlotArray, sign: int) -> None:
-        """These slots are pinned from now on, or (-1) no more."""
+        """Add these slots to their tenants' pinned slots (``sign`` 1), or subtract them (-1)."""
         self.pinned += sign * self._by_tenant(slots)
 
     def _by_tenant(self, slots: SlotArray) -> npt.NDArray[np.int64]:
@@ -91,7 +91,7 @@ class Quotas:
         return self._owner.take(slots)
 
     def parts(self) -> npt.NDArray[np.float64]:
-        """The part of each tenant, in slots: whole slots where the settings name a share."""
+        """Return each tenant's part in slots; a part from a share is rounded down."""
         is_here = self.owned > 0
         if self._newcomer != _NO_TENANT:
             is_here[self._newcomer] = True
@@ -100,13 +100,13 @@ class Quotas:
         return np.where(self._is_even, even, np.floor(self._shares * self._num_slots + _ROUNDING))
 
     def most_pinned(self, tenant: int, most: int) -> int:
-        """How many slots a tenant may pin of the ``most`` that all tenants may pin."""
+        """Return how many slots a tenant may pin of the ``most`` that all tenants may pin."""
         return max(1, int(most * self.parts()[tenant] / self._num_slots))
 
     # -- which tenant makes room ----------------------------------------------------------------
 
     def room(self, count: int, find: Callable[[EvictionPolicy, int], SlotArray]) -> SlotArray:
-        """Up to ``count`` slots, each tenant's found by its own policy; all of them must go."""
+        """Return up to ``count`` slots to evict; ``find`` gets them from each tenant's policy."""
         refused = False
 
         def give(tenant: int, wanted: int) -> SlotArray:
@@ -117,20 +117,20 @@ class Quotas:
 
         above = self._above()
         found = self._collect(above, count, give)
-        # If those within even parts made room for what another tenant's policy refused to make
-        # room for, a tenant whose blocks have a high value would take more and more from all.
+        # A policy refuses newcomers of less value than its blocks. If tenants within even parts
+        # gave up blocks instead, a tenant with valuable blocks would take more and more from all.
         givers = [t for t in above if t == self._newcomer or (self._is_even[t] and not refused)]
         within = {tenant: above[tenant] + self._num_slots for tenant in givers}
         return np.concatenate((found, self._collect(within, count - len(found), give)))
 
     def _refuses(self, tenant: int, wanted: int) -> bool:
-        """Whether a tenant's policy gave up too few of the blocks that could go."""
+        """Whether a tenant's policy holds back blocks that could be evicted."""
         return any(map(self._residents.can_go, self._inner[tenant].peek(wanted).tolist()))
 
     def _collect(
         self, above: dict[int, float], count: int, give: Callable[[int, int], SlotArray]
     ) -> SlotArray:
-        """Up to ``count`` slots of the tenants that are ``above``, the one furthest above first."""
+        """Return up to ``count`` slots of the tenants in ``above``, the furthest above first."""
         found = [NO_SLOTS]
         while (turn := next_to_give(above, count)) is not None:
             tenant, number = turn
@@ -142,7 +142,7 @@ class Quotas:
         return np.concatenate(found)
 
     def _above(self) -> dict[int, float]:
-        """How far each tenant with blocks is above its part."""
+        """Return, for each tenant with blocks, by how many slots it is above its part."""
         above = self.owned - self.parts()
         if self._newcomer != _NO_TENANT:
             above[self._newcomer] += self._coming
@@ -201,7 +201,7 @@ class Quotas:
             policy.asked(keys, num_tokens, slots)
 
     def _divided(self, slots: SlotArray) -> Iterator[tuple[EvictionPolicy, SlotArray]]:
-        """These slots by tenant, each with that tenant's policy."""
+        """Yield the slots of each tenant among these, with that tenant's policy."""
         owners = self._owner.take(slots)
         for tenant in np.unique(owners).tolist():
             if tenant not in self._inner:
@@ -210,15 +210,15 @@ class Quotas:
 
 
 def next_to_give(above: Mapping[int, float], count: int) -> tuple[int, int] | None:
-    """The tenant that makes room next, and how many of ``count`` blocks it gives up before others.
+    """Return the tenant that makes room next, and how many of ``count`` blocks it gives up now.
 
-    ``above`` says how far each tenant is above its part. None where all are within their parts.
+    ``above`` says how many slots each tenant is above its part. None if all are within their parts.
     """
     ranked = sorted((extra, -tenant) for tenant, extra in above.items() if extra > _ROUNDING)
     if not ranked or count <= 0:
         return None
     most, tenant = ranked[-1]
     lead = most - ranked[-2][0] if len(ranked) > 1 else most
-    # Where several are equally far above, one turn for each block would be slow.
+    # Where several tenants are equally far above, giving up one block at a time would be slow.
     number = max(1, int(lead), count // (2 * len(ranked)))
     return -tenant, min(number, count, ceil(most - _ROUNDING))

@@ -1,4 +1,4 @@
-"""What policies with several queues have in common: the queues, ghosts, and what one use is."""
+"""Base of the eviction policies with several queues: queues, ghosts, and what counts as a use."""
 
 from __future__ import annotations
 
@@ -11,52 +11,52 @@ from kvferry.cache.policies.contract import Arriving, Residents
 from kvferry.types import NO_SLOT, SlotArray
 
 _APART = 1.0
-"""Seconds from one use to another that counts: a request looks a block up, loads it and stores what
-follows it, and that is no sign that another request wants it."""
+"""Seconds within which two uses count as one. One request looks a block up, loads it and stores
+what follows it; that is no sign that another request wants the block."""
 
 Queue = OrderedDict[int, None]
 
 
 class QueuePolicy:
-    """A policy with queues of slots, a slot in one at most. Owns the queues and the last uses.
+    """A policy with queues of slots, a slot in at most one. Owns the queues and the last uses.
 
-    What a request brings comes in one call, but its authors' rules are for one block after another,
-    the end of a request first. So ``take`` lets each newcomer come in at once, as a number below
-    zero, until the room for all is found; one that goes again meanwhile is refused. Where the
-    others belong is remembered until their bytes are there.
+    A request's new blocks arrive in one call, but the published rules take one block at a time,
+    here the request's last block first. So ``take`` adds each newcomer to a queue at once, under a
+    negative number, until there is room for all. A newcomer evicted meanwhile is refused. The
+    queues of the others are remembered until ``insert``.
     """
 
     def __init__(self, residents: Residents, num_queues: int) -> None:
         self._residents = residents
         self._num_slots = residents.num_slots
         self.queues = [Queue() for _ in range(num_queues)]
-        self._in: dict[int, int] = {}  # the queue of each
+        self._in: dict[int, int] = {}  # the queue of each slot or newcomer
         self._home: dict[int, int] = {}  # the queue a slot was in last
-        self._front: Queue = Queue()  # put back: they go before all others
+        self._front: Queue = Queue()  # slots put back, which are evicted before all others
         self._last_use = np.full(self._num_slots, -np.inf)
         self._arriving: Arriving | None = None
-        self._words: list[int] = []  # of the newcomers that did not come in yet
-        self._coming: dict[int, int] = {}  # words of those that did, by their numbers
-        self._planned: OrderedDict[int, int] = OrderedDict()  # by word, their queues
+        self._words: list[int] = []  # key words of the newcomers that are in no queue yet
+        self._coming: dict[int, int] = {}  # key word of each newcomer in a queue, by number
+        self._planned: OrderedDict[int, int] = OrderedDict()  # queue of a newcomer, by key word
         self._refused = 0
-        self._gone: list[int] = []  # for what comes in now
+        self._gone: list[int] = []  # slots and newcomers evicted for the newcomer that arrives now
 
-    # -- for each policy to say -----------------------------------------------------------------
+    # -- for each policy to implement -----------------------------------------------------------
 
     def arrive(self, word: int, number: int, *, is_full: bool) -> None:
-        """A block comes in; another goes for it where it is full."""
+        """Add a block to a queue; evict another for it if the pool ``is_full``."""
         raise NotImplementedError
 
     def used(self, slot: int) -> None:
-        """A block that is here was used again."""
+        """Note that a cached block was used again."""
         raise NotImplementedError
 
     def evict(self) -> None:
-        """One goes, if there is any."""
+        """Evict one block, if there is any."""
         raise NotImplementedError
 
     def returned(self, word: int) -> None:
-        """This was taken and stays all the same."""
+        """Note that a block taken for eviction stays in the cache."""
 
     # -- the contract ---------------------------------------------------------------------------
 
@@ -99,7 +99,7 @@ class QueuePolicy:
             self._arriving, self._refused = arriving, 0
             missing = (arriving.slots == NO_SLOT).nonzero()[0]
             self._words = arriving.keys.array[missing, 0].tolist()
-            for _ in range(len(self._words) - count):  # those for which there is room
+            for _ in range(len(self._words) - count):  # newcomers for which there is room
                 self._arrive(is_full=False)
         taken: list[int] = []
         count -= self._refused
@@ -143,7 +143,7 @@ class QueuePolicy:
     # -- the parts ------------------------------------------------------------------------------
 
     def push(self, number: int, to: int) -> None:
-        """To the end of a queue, from wherever it is."""
+        """Move a slot or newcomer to the end of the queue ``to``."""
         self._out(number)
         self.queues[to][number] = None
         self._in[number] = to
@@ -151,7 +151,7 @@ class QueuePolicy:
             self._home[number] = to
 
     def go(self, number: int) -> int:
-        """This goes. Returns its word."""
+        """Evict a slot or newcomer; return the first word of its key."""
         word = self.word_of(number)
         self._out(number)
         self._coming.pop(number, None)
@@ -159,7 +159,7 @@ class QueuePolicy:
         return word
 
     def word_of(self, number: int) -> int:
-        """The first word of a block's key."""
+        """Return the first word of a block's key."""
         return self._coming[number] if number < 0 else self._words_of(np.array([number]))[0]
 
     def _words_of(self, slots: SlotArray) -> list[int]:
@@ -167,13 +167,13 @@ class QueuePolicy:
         return words
 
     def _arrive(self, *, is_full: bool) -> None:
-        """The next newcomer comes in."""
+        """Add the next newcomer to a queue."""
         number, word = -1 - len(self._words), self._words.pop()
         self._coming[number] = word
         self.arrive(word, number, is_full=is_full)
 
     def _plan(self) -> None:
-        """Of the newcomers nothing is here yet but where they belong."""
+        """Take the newcomers out of the queues, and remember which queue each belongs to."""
         for number, word in self._coming.items():
             self._planned[word] = self._in[number]
             self._out(number)
@@ -197,13 +197,13 @@ class QueuePolicy:
 
 
 class Ghosts(Queue):
-    """Blocks that are gone, the longest gone first, by the first word of their keys."""
+    """Evicted blocks by the first word of their keys, the first evicted first."""
 
     def add(self, word: int) -> None:
         self[word] = None
         self.move_to_end(word)
 
     def trim(self, most: int) -> None:
-        """Forget the longest gone until there are so few."""
+        """Forget the first evicted until at most ``most`` are left."""
         while len(self) > max(0, most):
             self.popitem(last=False)

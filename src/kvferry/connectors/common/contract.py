@@ -1,7 +1,7 @@
-"""What a connector's session needs of its engine: facts at start, block tables, holds, events.
+"""What a connector's session needs of its engine: facts at start, block tables, held blocks.
 
-A second engine implements :class:`EngineAdapter` and fills in a :class:`SessionSetup`; the
-session does the rest.
+To support another engine, implement :class:`EngineAdapter` and fill in a :class:`SessionSetup`;
+the session does the rest.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvferry.types import DeviceBlocks
 
 
 class EngineRequest(Protocol):
-    """The engine's own request; these numbers change while it lives."""
+    """The engine's own request; the engine updates these numbers while the request lives."""
 
     request_id: str
     num_tokens: int
@@ -43,7 +43,7 @@ class EngineKeys(KeyChain, Protocol):
 class EngineAdapter(EngineBlocks, Protocol):
     """The engine's device blocks and requests, as the scheduler side sees them.
 
-    A held block is given to no request, so a request may end while its blocks are copied.
+    The engine gives a held block to no request, so a request may end while its blocks are copied.
     """
 
     hash_tokens: int
@@ -54,46 +54,45 @@ class EngineAdapter(EngineBlocks, Protocol):
 
     @property
     def keeps_free_blocks(self) -> bool:
-        """Whether some block is held by copies alone, and so is free once they have ended."""
+        """Whether some block is in use only by copies, and so is free once they have ended."""
 
     def describe(self, request: Any, *, has_tenants: bool) -> tuple[EngineKeys, Hints | None, str]:
-        """A request's keys; its hints, with its tenant where any are told apart; what is wrong."""
+        """Return a request's keys; its hints, with its tenant if asked for; why any are ignored."""
 
     def conversation(self, request: Any) -> str:
-        """The name that its client gave the conversation; empty if it has none."""
+        """Return the client's name for the request's conversation; empty if it has none."""
 
     def table(self, ids: Sequence[int]) -> BlockTable:
-        """The engine's block table with NO_BLOCK for blocks that a request does not have."""
+        """Return the engine's block table with NO_BLOCK for blocks that a request does not have."""
 
     def hold(self, mentions: Iterable[DeviceBlocks | Ordered]) -> None:
         """Hold these blocks, once for each mention."""
 
-    def release(self, mentions: Iterable[DeviceBlocks], *, again_later: bool = False) -> None:
-        """End one hold for each mention; those ``again_later`` are mentioned once more, in vain."""
+    def release(self, mentions: Iterable[DeviceBlocks]) -> None:
+        """End one hold for each mention."""
 
     def release_all(self) -> None:
-        """End every hold. Call it only once no rank copies."""
+        """End every hold. Call it only when no rank copies any more."""
 
 
 KeysOfTokens = Callable[[list[int], str], Keys]
-"""From token ids and a salt to the keys of a request with these tokens."""
+"""Maps token ids and a salt to the keys of a request with these tokens."""
 
 
 @dataclass(frozen=True)
 class SessionSetup:
-    """What is known of a server before its ranks are heard.
+    """Facts about a server that are known before its ranks report.
 
-    A failed load is reported by the first group's blocks; ``fails_by_block`` says that this is
-    enough for the engine to recover. ``engine_here`` counts the engines of a data-parallel server
-    on this host. ``refusal`` says why the model is not served, ``overlap_refusal`` why no request
-    may run before its load has landed.
+    ``refusal`` says why the model is not served, ``overlap_refusal`` why no request may run before
+    its load has landed. A failed load is reported by the first group's blocks; ``fails_by_block``
+    says that the engine can recover from that. ``engine_here`` numbers the engines of a
+    data-parallel server on this host.
 
-    A server that ``stores`` and does not load hands its prompts to others, by a store they share;
-    one that ``loads`` and does not store takes them. With ``lookahead_tokens`` some layers are a
-    draft model's: their KV was computed with so many tokens more than a block has.
-    ``verifies_drafts`` covers drafts of any origin, which the engine may refuse a step later. A hit
-    of no more than ``replayed_tokens`` is computed again; ``goes_alone`` says that the last token
-    of a hit can be computed by itself.
+    A server that ``stores`` without loading hands prompts to others through a shared store; one
+    that ``loads`` without storing takes them. ``lookahead_tokens``: a draft model's layers computed
+    a block's KV with so many tokens after the block. ``verifies_drafts``: drafts of any origin are
+    used, which the engine may reject a step later. The engine recomputes hits of up to
+    ``replayed_tokens``. ``goes_alone``: the last token of a hit can be computed by itself.
     """
 
     config: Config
@@ -110,15 +109,15 @@ class SessionSetup:
     engine_here: int = 0
     overlap_refusal: str = ""
     make_events: Callable[[Pool, Sequence[LowerTier], int], Any] | None = None
-    """Makes events for routers, given the tokens of a key; None without listeners."""
+    """Makes events for routers, given the pool, the tiers and a key's tokens; None if unused."""
     keys_of_tokens: Callable[[int], KeysOfTokens] | None = None
-    """Makes what names blocks by tokens, given the tokens of a key; None where nothing can."""
+    """Makes a map from tokens to keys, given the number of tokens per key; None if impossible."""
     find_waker: Callable[[], Callable[[], None]] = lambda: lambda: None
-    """Finds what wakes an idle engine; called on the engine's thread."""
+    """Returns the function that wakes an idle engine; called on the engine's thread."""
     log_name: str = "kvferry"
-    """Logger of the line that says what is in service."""
+    """Name of the logger that announces kvferry in service, or why it is idle."""
 
     @property
     def is_full(self) -> bool:
-        """Whether no block is given up while its request runs."""
+        """Whether every group is full attention, which keeps all blocks of a running request."""
         return all(isinstance(group, FullAttention) for group in self.groups)

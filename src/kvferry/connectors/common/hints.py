@@ -1,4 +1,4 @@
-"""Hint parsing: what a client said of a request, with a reason where it was not understood."""
+"""Hint parsing: a client's hints for a request, or the reason why they are not understood."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from kvferry.hints import Hints
 log = logging.getLogger(__name__)
 
 OURS = "kvferry"
-"""The key of the hints among a request's parameters."""
+"""Key under which a request's parameters have our hints."""
 
 ACTION = "kvferry.hints@1.0"
-"""The action whose payload has hints, as a request's parameters have them."""
+"""Action whose payload has hints, in the form that a request's parameters have."""
 FETCH = "kv.fetch@1.0"
-"""Asks for blocks to come up from lower tiers before the request's turn: that is done anyway."""
+"""Action that asks for prefetch from lower tiers; not handled, as kvferry prefetches anyway."""
 
 _COMPLAINT_SECONDS = 60.0
 _complain_at = float("-inf")
 
 
 def tenant_of(salt: str) -> str:
-    """The tenant that sends this salt, by a name that does not reveal it: it may be a secret."""
+    """Return a tenant name made from a cache salt; a digest, because the salt may be a secret."""
     return f"salt-{blake2b(salt.encode(errors='replace'), digest_size=4).hexdigest()}"
 
 
@@ -35,11 +35,11 @@ def read_hints(
     others: tuple[tuple[str, str], ...] = (),
     actions: Sequence[tuple[str, object]] = (),
 ) -> tuple[Hints, str]:
-    """The hints among a request's parameters and an orchestrator's actions; why some are ignored.
+    """Return the hints in a request's parameters and actions, and why any are ignored.
 
-    ``others`` are the engine's own parameters that mean the same, each with the hint's name;
-    ``actions`` are kinds with versions, and what each says. What the request says itself counts
-    more. A request with bad hints is served all the same.
+    ``others`` pairs the engine's own parameters with hints of the same meaning. ``actions`` pairs
+    an action, with its version, with its payload. The request's own hints take precedence over the
+    actions', and the actions' over ``others``. Bad hints do not fail the request.
     """
     hints, reason = Hints(), ""
     try:
@@ -53,7 +53,7 @@ def read_hints(
         for each in (*reversed(said), given):
             named |= each
         hints = Hints.read(named)
-    except Exception as error:  # a mistake of ours, too: it would take kvferry out of service
+    except Exception as error:  # also a bug of ours, which would take kvferry out of service
         why = str(error) if isinstance(error, InputError) else type(error).__name__
         reason = f"the hints of this request are not heeded: {why}"
     if unknown := [kind for kind, _ in actions if kind not in (ACTION, FETCH)]:

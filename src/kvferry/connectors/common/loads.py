@@ -1,11 +1,11 @@
 """Load tracking: which requests wait for which transfers, on the scheduler side and on a rank.
 
-A load comes in one piece, or in several while its last blocks are still being promoted. The
-scheduler side tells the ranks what brings it, plan by plan, and what nothing will bring. Each rank
-tells the engine once all of it has ended there::
+A load is one piece, or several while its last blocks are still being promoted. With each plan the
+scheduler side tells the ranks which transfers belong to a load, and which blocks none will fill.
+Each rank tells the engine once the whole load has ended there::
 
     a hit in host memory    LoadOrder(transfers, is_last)
-    one that comes up       LoadOrder(transfers), LoadOrder(transfers), LoadOrder(lost, is_last)
+    a hit being promoted    LoadOrder(transfers), LoadOrder(transfers), LoadOrder(lost, is_last)
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from kvferry.types import Transfer, TransferId
 
 @dataclass(eq=False)
 class PromisedLoad:
-    """A load that the engine waits for. Owns which of its blocks nothing is known to bring."""
+    """A load that the engine waits for. Owns the list of its blocks that no transfer fills yet."""
 
     request: Request
     unfilled: dict[int, None]
-    """The blocks of a load in pieces; of a whole one, those whose copies were cancelled."""
+    """Device blocks without a transfer: not ordered so far, or their transfer was cancelled."""
     ordered: dict[TransferId, list[int]] = field(default_factory=dict)
-    """What will fill blocks and was not yet handed to the ranks."""
+    """Transfers that the ranks do not know yet, each with the device blocks that it fills."""
 
     def take(self) -> LoadOrder | None:
-        """What the ranks are told with the next plan. Pieces that were cancelled are not in it."""
+        """Return the next plan's order, without cancelled transfers; None if there is none."""
         sent = []
         for transfer_id, blocks in self.ordered.items():
             if transfer_id in self.request.loading:
@@ -45,7 +45,7 @@ class PromisedLoad:
         return LoadOrder(tuple(sent), is_last=False) if sent else None
 
     def give_up(self) -> LoadOrder:
-        """The last order: nothing brings what no rank was told of."""
+        """Return the load's last order: blocks of transfers that no rank knows count as lost."""
         for blocks in self.ordered.values():
             self.unfilled |= dict.fromkeys(blocks)
         return LoadOrder((), tuple(self.unfilled))
@@ -58,7 +58,7 @@ class PromisedLoad:
 class AwaitedLoad:
     """A load on one rank: ends with its last order and the last of its ``waiting`` transfers.
 
-    If it ``is_early``, the engine may be told before it lands, which ``is_told`` notes.
+    If it ``is_early``, the engine may be told before it has landed; ``is_told`` once that happened.
     """
 
     request_id: str
@@ -72,7 +72,7 @@ class AwaitedLoad:
     is_told: bool = False
 
     def note(self, order: LoadOrder, transfers: Iterable[Transfer], *, may_be_early: bool) -> None:
-        """The scheduler side says what else brings it; ``transfers`` are the plan's."""
+        """Add an order of the scheduler side; ``transfers`` are all those of its plan."""
         for transfer in transfers:
             if transfer.id in order.transfers:
                 self.waiting[transfer.id] = blocks = transfer.dst_slots.tolist()
@@ -83,7 +83,7 @@ class AwaitedLoad:
         self.is_last = order.is_last
 
     def lose(self) -> None:
-        """Nothing of it will come."""
+        """Count all of the load's blocks as lost."""
         self.lost.update(self.blocks)
         self.waiting.clear()
 
@@ -93,24 +93,24 @@ class AwaitedLoad:
 
 
 class FinishedLoads:
-    """What a rank tells the engine of loads at the end of a step."""
+    """Loads whose end a rank reports to the engine at the end of a step."""
 
     def __init__(self) -> None:
         self.arrived: set[str] = set()
-        """Requests that need not wait any longer, whether their blocks came or not."""
+        """Requests whose load has ended, well or not."""
         self.failed: set[str] = set()
         self.invalid: set[int] = set()
-        """Device blocks that were to be loaded and were not."""
+        """Device blocks whose load failed."""
 
     def end(self, request_id: str, lost: Collection[int]) -> None:
-        """A load is over; ``lost`` are blocks that did not come."""
+        """Note that a request's load has ended; ``lost`` are the blocks that were not filled."""
         self.arrived.add(request_id)
         if lost:
             self.failed.add(request_id)
             self.invalid.update(lost)
 
     def take(self, name: Literal["arrived", "failed", "invalid"]) -> set[Any]:
-        """What has come to one of these sets since the last call."""
+        """Return the contents of one of these sets, and empty it."""
         taken: set[Any] = getattr(self, name)
         setattr(self, name, set())
         return taken

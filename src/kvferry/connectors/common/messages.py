@@ -1,4 +1,4 @@
-"""What both sides share: the messages between them, plain and picklable, and a guard for each."""
+"""Messages between the scheduler side and the ranks, plain and picklable; a guard for each side."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ NO_PLAN = Plan(step=0)
 
 
 class LoadOrder(NamedTuple):
-    """What brings a load in this step, and the device blocks that nothing brings.
+    """Transfers of a load that this step's plan has, and device blocks that no transfer will fill.
 
-    After the last order and its transfers every rank tells the engine of the load, once.
+    After the last order and its transfers every rank tells the engine that the load has ended.
     """
 
     transfers: tuple[TransferId, ...]
@@ -29,11 +29,10 @@ class LoadOrder(NamedTuple):
 class StepOrders:
     """Scheduler side to every rank: one step's plan.
 
-    ``loads`` are, by request, those whose end the ranks tell the engine. ``computes`` says that a
-    forward pass belongs to this step, which its stores must follow. ``drain`` asks the ranks to
-    finish all copies before they answer: the scheduler side is out of service and reads no
-    receipts. ``epoch`` changes with every reset. ``is_quiet`` marks a step that only decodes and
-    orders nothing.
+    ``loads`` has, by request, the loads whose end the ranks report to the engine. ``computes``: the
+    step has a forward pass, which its stores must follow. ``drain``: the ranks finish all copies
+    before they answer, because the scheduler side is out of service and reads no receipts.
+    ``epoch`` changes with every reset. ``is_quiet``: the step only decodes and orders nothing.
     """
 
     plan: Plan = NO_PLAN
@@ -46,10 +45,10 @@ class StepOrders:
 
 @dataclass(frozen=True, eq=False)
 class TierShape:
-    """One tier below a rank's host memory; ``num_places`` is None if it finds blocks by key.
+    """One lower tier of a rank; ``num_places`` is None if it finds blocks by key.
 
-    ``opened`` is what the tier has of an earlier life, 36 bytes a block because there may be
-    millions; None while it is not open. ``away`` names the directories of a disk that are not.
+    ``opened`` lists the blocks from before a restart, 36 bytes each because there may be millions;
+    None while the tier is not open. ``away`` names the disk directories that are not open.
     """
 
     name: TierName
@@ -60,9 +59,9 @@ class TierShape:
 
 @dataclass(frozen=True)
 class RankShape:
-    """One rank at start: how many host slots it has, or why it has none.
+    """One rank at start: its host slots, blocks and tiers, or the reason why it has none.
 
-    ``tiers`` are nearest first. A rank that ``sees_weights`` notices when they change.
+    ``tiers`` are nearest first. A rank that ``sees_weights`` notices when the weights change.
     """
 
     rank: Rank
@@ -77,18 +76,18 @@ class RankShape:
     sees_weights: bool = False
 
     def without_blocks(self) -> RankShape:
-        """The same shape without the blocks of its tiers, which are sent once and not kept."""
+        """Return the shape without the list of its tiers' blocks, which is sent once, not kept."""
         return replace(self, tiers=tuple([replace(tier, opened=None) for tier in self.tiers]))
 
 
 @dataclass(frozen=True)
 class StepReceipts:
-    """Every rank to the scheduler side: what ended since the last step.
+    """Every rank to the scheduler side: receipts and changes since the last step.
 
-    ``ready`` has usable host slots and pinned bytes, where these changed.
-    ``shapes`` are sent once, for engines without a handshake. ``drained`` names the ranks that
-    were asked to drain and have. ``stale`` are epochs whose blocks no longer fit the weights.
-    ``health`` has tiers that went away or came back; ``disks``, once a second, the drives' figures.
+    ``ready`` has usable host slots and pinned bytes, where these changed. ``shapes`` are sent once,
+    for engines without a handshake. ``drained`` names the ranks that have drained as asked.
+    ``stale`` has epochs whose blocks no longer match the model's weights. ``health`` has tiers that
+    became unavailable or available; ``disks`` has the drives' figures, once a second.
     """
 
     receipts: tuple[Receipt, ...] = ()
@@ -100,23 +99,23 @@ class StepReceipts:
     disks: tuple[tuple[Rank, str, DiskFigures], ...] = ()
 
     def aggregate(self, other: StepReceipts) -> StepReceipts:
-        """The receipts of two ranks, or of two groups of ranks, together."""
+        """Return the receipts of two ranks, or of two groups of ranks, together."""
         names = [each.name for each in fields(self)]
         return StepReceipts(*(getattr(self, name) + getattr(other, name) for name in names))
 
 
 class Guard:
-    """Remembers whether one side of the connector has failed, and the first reason.
+    """Records whether one side of the connector has failed, and the first reason.
 
-    An exception of kvferry never stops the server: it is logged, and the engine goes on alone.
+    An exception in kvferry never stops the server: it is logged, and the engine goes on without it.
     """
 
     def __init__(self, side: str) -> None:
         self._side = side
-        self.reason = ""  # until it fails
+        self.reason = ""  # empty until it fails
 
     def trip(self, where: str, error: BaseException) -> None:
-        """Go out of service. Only the first failure is logged and kept."""
+        """Take this side out of service; log and keep only the first failure."""
         if not self.reason:
             self.reason = f"{where}: {type(error).__name__}: {error}"
             log.exception(

@@ -1,4 +1,4 @@
-"""Layer-wise overlap: a request that is alone runs while its load lands, layer behind layer.
+"""Layer-wise overlap: a request that runs alone computes while its load lands, layer by layer.
 
 ::
 
@@ -6,8 +6,8 @@
     step n + 1   before layer 0: wait for part 0 │ layer 0 … │ wait for part 1 │ layer k … │ …
     later        landed: a receipt as for any other load
 
-An engine goes on without a load that fails only until it has computed with it. So it is told once
-all of the load is queued on the device; what it computes then is queued behind the load's parts.
+An engine can recover from a failed load only before it has computed with the load's blocks. So it
+is told when the whole load is queued on the device; it queues compute behind the load's parts.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from kvferry.types import HOST, TransferId
 log = logging.getLogger(__name__)
 
 _WHOLE = 1 << 30
-"""A part after all others."""
+"""Number greater than any part's: waiting for it means waiting for the whole load."""
 
 
 class OverlapDecider:
-    """Says which loads overlap with the forward pass: those of requests that are alone."""
+    """Decides which loads overlap with the forward pass: those of requests that run alone."""
 
     MIN_SECONDS = 2e-3
-    """A shorter load is not worth a forward pass in pieces, where it could be one graph."""
+    """Shortest load to overlap; for less, a forward pass as one graph beats one in pieces."""
 
     def __init__(
         self,
@@ -45,12 +45,12 @@ class OverlapDecider:
         *,
         hash_tokens: int,
     ) -> None:
-        """``costs`` know the loads so far.
+        """``costs`` has the bandwidth of the loads so far.
 
         ``has_others`` says whether another request computes in these steps, or soon will.
         """
         is_off = setup.config.overlap_loads == "off" or bool(setup.overlap_refusal)
-        # An engine that shares parts of blocks copies those before the connector is called.
+        # An engine that shares parts of blocks copies them before it calls the connector.
         self._is_off = is_off or hash_tokens != setup.groups[0].block_tokens
         self._block_bytes = shape.block_bytes[0] if shape.block_bytes else 0
         self._block_tokens = setup.groups[0].block_tokens
@@ -58,9 +58,9 @@ class OverlapDecider:
         self._has_others = has_others
 
     def is_due(self, num_tokens: int, *, at_least_one_before: bool = False) -> bool:
-        """Whether the request of a load of so many tokens may run before the load has landed.
+        """Whether a request may run before its load of ``num_tokens`` has landed.
 
-        By the loads so far: ``at_least_one_before`` is False where there may be none yet.
+        While no load was measured, the answer is yes unless ``at_least_one_before`` is set.
         """
         if self._is_off:
             return False
@@ -74,14 +74,14 @@ class OverlapDecider:
 
 
 class LayerwiseLoads:
-    """Owns which loads the engine may be told of early, and how far compute waits for them.
+    """Owns the loads reported to the engine early, and which of their parts compute waits for.
 
-    An engine may replay one graph of all layers instead of calling for each. In every mode of
-    computing, some step must have called for every layer before the calls are relied on.
+    An engine may replay one graph of all layers instead of calling us for each. So in each mode of
+    computing, the calls count only after one step has called for every layer.
     """
 
     tells_beside_others = False
-    """Whether the engine is told early in a step that computes; tests switch it on."""
+    """Whether to report a load early in a step in which other requests compute; for tests."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class LayerwiseLoads:
     ) -> None:
         """``layers`` are those of the only group, in the order in which they run.
 
-        ``land`` waits until all loads have landed: for a driver that cannot order compute.
+        ``land`` waits until all loads have landed, for when the driver cannot order compute.
         """
         self._engine = engine
         self._land = land
@@ -109,25 +109,25 @@ class LayerwiseLoads:
         }
         self._last_part = max(self._part_of.values(), default=0)
         self._told: dict[TransferId, None] = {}
-        self._awaited: tuple[TransferId, ...] = ()  # of the forward pass that runs
+        self._awaited: tuple[TransferId, ...] = ()  # loads that the current forward pass waits for
         self._calls: dict[str, set[str]] = {}
         self._is_called = True
         self._mode = ""
-        self._waited = _WHOLE  # compute is behind this part of what was told
+        self._waited = _WHOLE  # compute is ordered after this part of the reported loads
         self.listens = False
-        """Whether a layer's calls mean anything in this step."""
+        """Whether this step uses the engine's calls for each layer."""
 
     # -- telling --------------------------------------------------------------------------------
 
     def landed(self, transfer_id: TransferId) -> None:
-        """Its receipt is here."""
+        """Forget a load whose receipt has come."""
         self._told.pop(transfer_id, None)
 
     def may_tell(self, load: AwaitedLoad, *, computes: bool) -> bool:
-        """Whether the engine may be told now of ``load``, the one that lands next.
+        """Whether ``load``, the next one to land, may be reported to the engine now.
 
-        A request that ran with a later load would wait for all loads before it. In a step that
-        ``computes``, other requests would wait for the load too.
+        A request with a later load would wait for all loads before it. In a step that ``computes``,
+        other requests would wait for the load too.
         """
         if not load.is_early or load.is_told or (computes and not self.tells_beside_others):
             return False
@@ -135,14 +135,14 @@ class LayerwiseLoads:
         return all(landed(each) is not None for each in load.waiting)
 
     def tell(self, load: AwaitedLoad) -> None:
-        """The engine is told of it: from now on compute must be ordered behind it."""
+        """Mark a load as reported to the engine: compute must be ordered after it from now on."""
         load.is_told = True
         self._told |= dict.fromkeys(load.waiting)
 
     # -- a forward pass -------------------------------------------------------------------------
 
     def begin_forward(self, mode: str) -> None:
-        """A step with a forward pass begins; ``mode`` says how, empty where it is one graph."""
+        """Begin a step's forward pass in this ``mode`` of computing, empty if it is one graph."""
         self._mode = mode
         calls = self._calls.setdefault(mode, set())
         is_known = self._is_called and len(calls) == len(self._part_of)
@@ -162,19 +162,19 @@ class LayerwiseLoads:
             self._calls[self._mode].add(name)
 
     def after_layer(self, name: str) -> None:
-        """A layer's KV is written before its attention runs, so the next layer's part is due."""
+        """Wait for the part of the next layer, which writes its KV before its attention runs."""
         part = self._next_of.get(name)
         if part is not None:
             self._wait(part)
 
     def end_forward(self) -> None:
-        """All of its work is queued, and what is queued later comes after the loads.
+        """End the forward pass: all of its work is queued, so later work runs after its loads.
 
-        So each load is waited for once; but for those that the engine was told of meanwhile.
+        No later step waits for these loads; it waits for those reported since the pass began.
         """
         self.listens = False
         if self._waited < self._last_part:
-            # A layer may have been computed too early. It was seen to call, in this very mode.
+            # A layer may have run before its part landed; an earlier step had called for them all.
             log.error(
                 "the engine did not call for every layer (%s): loads land first from now on",
                 self._mode,
@@ -194,6 +194,6 @@ class LayerwiseLoads:
     def _order(self, part: int) -> None:
         try:
             self._engine.order_compute_after_part(self._awaited, part)
-        except Exception:  # compute that is not behind the loads must not be queued before
+        except Exception:  # land the loads before any compute is queued that could overtake them
             log.exception("the device will not wait for loads, so the engine does")
             self._land()

@@ -1,4 +1,4 @@
-"""What the ranks have and how the scheduler side sees it: memory, tiers, stores on disk."""
+"""Opens each rank's memory and tiers, and combines the ranks' tiers on the scheduler side."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvferry.errors import ConfigError, KvferryError
 from kvferry.hostmem.slots import SharedHandle, SharedMemory, SlotLayout
 from kvferry.rank import Contents, RankMemory, slot_layout
 from kvferry.scheduler.tier import LowerTier, WriteMode, lower_tier
-from kvferry.tiers.disk.state import reset_apart, this_host
+from kvferry.tiers.disk.state import reset_in_child, this_host
 from kvferry.tiers.disk.superblock import StoreAt
 from kvferry.tiers.movers import LowerTierMover, Mover, SharedMover
 from kvferry.transfer.layout import GroupLayout
@@ -25,15 +25,15 @@ from kvferry.types import Health, Rank, TierName
 log = logging.getLogger(__name__)
 
 _START_SECONDS = 10.0
-"""What a child process that resets stores may take to start, beside the drive's own time."""
+"""Seconds that a child process which resets stores may take to start, besides the drive's time."""
 
 Broadcast = Callable[[Any], Any]
-"""Called on every rank of a host with one object: returns the object of the first rank."""
+"""Called with one object on every rank of a host; returns the first rank's object."""
 
 
 @dataclass(frozen=True)
 class RankPlace:
-    """A rank among the others; with ``replicates`` all of them hold the same KV, on one host."""
+    """A rank's number among all; ``replicates``: all hold the same KV and run on one host."""
 
     rank: Rank
     num_ranks: int = 1
@@ -52,7 +52,7 @@ def open_rank(
     contents: Contents,
     broadcast: Broadcast | None = None,
 ) -> RankMemory:
-    """Host memory and a copy engine for KV tensors on ``device``.
+    """Open host memory and a copy engine for KV tensors on ``device``; ConfigError if unsupported.
 
     Ranks that hold the same KV share one host memory, whose handle they ``broadcast``.
     """
@@ -79,14 +79,14 @@ def open_rank(
 def _share_host(
     config: Config, slots: SlotLayout, place: RankPlace, broadcast: Broadcast
 ) -> SharedMemory:
-    """One host memory for all ranks: the first makes it, the others open it. Called by all."""
+    """Share one host memory: the first rank makes it, the others open it. All ranks call it."""
     made: SharedMemory | None = None
     sent: SharedHandle | str | None = None
     if place.rank == 0:
         try:
             made = SharedMemory.create(config.host, slots)
             sent = made.handle
-        except KvferryError as error:  # the others wait to hear
+        except KvferryError as error:  # sent, because the other ranks wait for the broadcast
             sent = str(error)
     sent = broadcast(sent)
     if not isinstance(sent, SharedHandle):
@@ -97,7 +97,7 @@ def _share_host(
 def movers_of(
     memory: RankMemory, place: RankPlace
 ) -> tuple[Mover, Mapping[TierName, LowerTierMover]]:
-    """What carries this rank's transfers and moves: its part of them where ranks share memory."""
+    """Return this rank's movers: of its part of each transfer, where ranks share host memory."""
     if not place.replicates:
         return memory.engine, memory.tiers
     shared = partial(SharedMover, rank=place.rank, num_ranks=place.num_ranks)
@@ -105,7 +105,7 @@ def movers_of(
 
 
 def shape_of(memory: RankMemory, layouts: Sequence[GroupLayout], place: RankPlace) -> RankShape:
-    """A rank's slots and blocks, and its tiers with the blocks they still have."""
+    """Return a rank's shape: its slots, and its tiers with the blocks from before a restart."""
     tiers = []
     for name, tier in memory.tiers.items():
         opened = tier.recovered() if tier.num_places is not None else None
@@ -127,9 +127,9 @@ def shape_of(memory: RankMemory, layouts: Sequence[GroupLayout], place: RankPlac
 
 
 def disagreement(shapes: Iterable[RankShape]) -> str:
-    """Why the ranks' tiers cannot be used together; empty where they can.
+    """Return why the ranks' tiers cannot be used together; empty if they can.
 
-    A block lies on all ranks or on none, so they must have the same tiers in the same order.
+    A block is on all ranks or on none, so they must have the same tiers in the same order.
     """
     first, *others = sorted(shapes, key=lambda shape: shape.rank)
     for other in others:
@@ -147,9 +147,9 @@ def _words(tiers: Sequence[TierShape]) -> str:
 
 
 def tiers_of_ranks(shapes: Iterable[RankShape], config: Config) -> list[LowerTier]:
-    """The scheduler's tiers: each with as many places as every rank has, and what is in them.
+    """Make the scheduler's tiers, each with as many places as every rank has, and their blocks.
 
-    Ranks that share one host memory have places of their own each (``SharedMover``).
+    Ranks that share one host memory each have their own places in lower tiers (``SharedMover``).
     """
     write, policy = WriteMode(config.tier_write), policy_named(config.tier_policy)
     shapes = sorted(shapes, key=lambda shape: shape.rank)
@@ -166,11 +166,11 @@ def tiers_of_ranks(shapes: Iterable[RankShape], config: Config) -> list[LowerTie
 
 
 class DiskResets:
-    """Resets the ranks' stores on disk at once, so that a killed server has forgotten them too.
+    """Writes a reset number to the ranks' stores on disk, so that a reset outlives a killed server.
 
-    The ranks hear of a reset with the next step, and there may be none. So the reset number is
-    written to the stores on this host from here. Stores of ranks on other hosts are out of reach;
-    but a block counts only if every rank has it under one number, so one rank is enough.
+    The ranks learn of a reset with the next step, and there may be none. So the scheduler side
+    writes the reset number to the stores on this host. It cannot reach stores on other hosts. But a
+    block counts only if every rank has it under one number, so one rank's store is enough.
     """
 
     def __init__(self, shapes: Iterable[RankShape], drive_seconds: float) -> None:
@@ -183,17 +183,17 @@ class DiskResets:
                 self._away[shape.rank] = tier.away or self._away.get(shape.rank, ())
 
     def note(self, health: Health) -> None:
-        """A rank has opened a store that it could not open at the start."""
+        """Take note of a store that a rank could not open at the start and has opened now."""
         if health.opened is not None:
             self._away.pop(health.rank, None)
             self._stores += health.opened.stores
 
     def write(self, number: int) -> str:
-        """Give them this number; returns why older blocks may be found again, or nothing."""
+        """Write this reset number; return why older blocks may be found again, empty if not."""
         away = sorted({path for paths in self._away.values() for path in paths})
         if away:
             return f"{', '.join(away)}: it is not open, and cannot be reset"
         here = [store for store in self._stores if store.host == this_host()]
         if self._stores and not here:
             log.warning("no rank's disk can be reached from here: it is reset with the next step")
-        return reset_apart(here, number, self._timeout) if here else ""
+        return reset_in_child(here, number, self._timeout) if here else ""

@@ -1,4 +1,4 @@
-"""What a server's operators see of kvferry: figures for the engine's metrics, and the endpoint."""
+"""What operators see of kvferry: figures for the engine's metrics, and kvferry's HTTP endpoint."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ _STATS_SECONDS = 1.0
 _MOST_WORDS = 300
 
 _MORE_PORTS = 16
-"""Ports that are tried after one that is taken."""
+"""Further ports to try if the metrics port is taken."""
 
 Figures = dict[str, float]
-"""Values by metric name and labels, joined by ``SEPARATOR``: what travels between processes."""
+"""Values by metric name and labels joined by ``SEPARATOR``, as sent between processes."""
 
 
 def figures(snapshot: Snapshot) -> Figures:
-    """A snapshot as flat numbers."""
+    """Return a snapshot as figures."""
     flat: Figures = {}
     for name, metric in EXPORTED.items():  # as ``samples``, without an object for each
         found = metric.read(snapshot)
@@ -55,7 +55,7 @@ def figures(snapshot: Snapshot) -> Figures:
 
 
 def idle_figures(reason: str, words: str) -> Figures:
-    """The figures of a kvferry that serves nothing: the catalog's reason, and why in words."""
+    """Return the figures of an idle kvferry: the catalog's ``reason``, and it in ``words``."""
     flat: Figures = {SEPARATOR.join((names.INFO.name, installed_version())): 1.0}
     why = "".join(c if c.isprintable() else " " for c in words[:_MOST_WORDS])
     flat[SEPARATOR.join((names.IDLE_INFO.name, why))] = 1.0
@@ -65,27 +65,27 @@ def idle_figures(reason: str, words: str) -> Figures:
 
 
 def between(before: Figures, now: Figures) -> Figures:
-    """One interval: differences for counters, the latest value for gauges."""
+    """Return one interval's figures: differences for counters, the latest value for gauges."""
     return {
         key: value - before.get(key, 0) if adds_up(key) else value for key, value in now.items()
     }
 
 
 def add(figures: Figures, others: Figures) -> None:
-    """Add another interval's figures to these."""
+    """Add another interval's ``others`` to ``figures``: counters add up, gauges are replaced."""
     for key, value in others.items():
         figures[key] = figures.get(key, 0) + value if adds_up(key) else value
 
 
-@lru_cache(maxsize=4096)  # once a second for every figure there is
+@lru_cache(maxsize=4096)  # called once a second for every figure
 def adds_up(key: str) -> bool:
-    """Whether a figure is a counter's, not a gauge's."""
+    """Whether a figure belongs to a counter and not to a gauge."""
     metric = EXPORTED.get(key.split(SEPARATOR, 1)[0])
     return metric is not None and metric.kind is not MetricKind.GAUGE
 
 
 def log_line(figures: Figures) -> dict[str, int | float]:
-    """The few figures worth a line in a log."""
+    """Return the few figures for the engine's log line."""
     line: dict[str, int | float] = {
         "kvferry_lookups": _sum(figures, names.LOOKUPS),
         "kvferry_lookup_tokens": _sum(figures, names.LOOKUP_TOKENS),
@@ -109,7 +109,7 @@ def _sum(figures: Figures, metric: Metric, *labels: str) -> float:
 
 
 class Reports:
-    """Owns the endpoint, the mailbox of its questions and orders, and what was reported so far."""
+    """Owns the HTTP endpoint, the mailbox of its requests, and the figures reported last."""
 
     def __init__(
         self,
@@ -119,7 +119,7 @@ class Reports:
         shape: RankShape,
         hash_tokens: int,
     ) -> None:
-        """``shape`` is the first rank's. Each engine on a host has a metrics port of its own."""
+        """``shape`` is the first rank's. Each engine on a host has its own metrics port."""
         self._scheduler = scheduler
         self._slot_bytes: dict[str, int] = dict.fromkeys(
             (HOST, *(tier.name for tier in shape.tiers)), shape.slot_bytes
@@ -128,12 +128,12 @@ class Reports:
         self._disks: dict[tuple[Rank, str], DiskFigures] = {}
         self._reported: Figures = {}
         self.due_at = 0.0
-        """When it is time to report again."""
+        """Time (``time.monotonic``) of the next report."""
         self.mailbox = Mailbox()
         self.mailbox.before_answers = scheduler.book.drain
         api = self._control_api(setup, hash_tokens)
         self.takes_orders = api is not None
-        """Whether orders may name requests that have ended."""
+        """Whether control requests are served, which may name requests that have ended."""
         self._endpoint: Any = None
         if setup.config.metrics_port is not None:
             self._serve(setup, api)
@@ -141,7 +141,7 @@ class Reports:
             log.warning("kvferry serves no control: it is served on metrics_port, which is none")
 
     def _control_api(self, setup: SessionSetup, hash_tokens: int) -> Any:
-        """What carries out orders; None where the settings let no client give any."""
+        """Return the control API; None if the settings have no control token."""
         config = setup.config
         if config.control_token is None:
             return None
@@ -187,18 +187,18 @@ class Reports:
             logging.getLogger(setup.log_name).info(words, self._endpoint.url)
 
     def note(self, report: StepReceipts) -> None:
-        """What ranks say of their memory and drives."""
+        """Record the ranks' pinned memory and drive figures."""
         self._pinned |= {rank: num_bytes for rank, _, num_bytes in report.ready}
         for rank, tier, disk in report.disks:
             self._disks[rank, tier] = disk
 
     @property
     def has_orders(self) -> bool:
-        """Whether an order waits for a step of the engine."""
-        return self.mailbox.has_orders or self._scheduler.control.is_busy
+        """Whether a control request waits for a step of the engine."""
+        return self.mailbox.has_commands or self._scheduler.control.is_busy
 
     def take_stats(self) -> Figures | None:
-        """What was counted since the last call; None if that is nothing."""
+        """Return the figures since the last call; None if nothing has changed."""
         counted = figures(
             Snapshot(
                 self._scheduler.stats(),
@@ -214,10 +214,10 @@ class Reports:
         return between(before, counted) if counted != before else None
 
     def _pinned_bytes(self) -> int:
-        return sum(list(self._pinned.values()))  # a copy: an endpoint's thread may ask
+        return sum(list(self._pinned.values()))  # a copy, as the endpoint's thread may call this
 
     def _summed_disks(self) -> dict[str, DiskFigures]:
-        """Of all ranks."""
+        """Return each tier's drive figures, added up over all ranks."""
         found: dict[str, list[DiskFigures]] = {}
         for (_, tier), disk in list(self._disks.items()):
             found.setdefault(tier, []).append(disk)

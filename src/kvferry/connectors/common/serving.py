@@ -1,10 +1,10 @@
-"""kvferry in service in an engine's scheduler: asks the scheduler what to do, step by step.
+"""kvferry in service in an engine's scheduler: translates the engine's hooks, step by step.
 
 ::
 
     a request   match ──> allocated ──────────────────> orders, every step it runs ──> finished
                   │ hit     │ load: the engine waits      │ store what this step         │ store
-                  │         │ until the ranks say so      │ computes, after it does      │ the rest
+                  │         │ until all ranks report      │ computes, after it does      │ the rest
                   └─ miss   └─ nothing to load            └─ preempted: match again
 """
 
@@ -38,17 +38,17 @@ from kvferry.types import HOST, DeviceBlocks, Health, MatchState, Plan, Rank, Re
 log = logging.getLogger(__name__)
 
 LONG_TOKENS = 512
-"""The most tokens that requests compute unobserved."""
+"""The most tokens that requests compute in steps that are skipped."""
 
 _MOST_QUIET = 32
-"""Decoding steps in a row that are skipped: a fraction of a second."""
+"""The most decoding steps skipped in a row: a fraction of a second."""
 
 _POLL_SECONDS = 0.25
-"""How often deadlines are polled without receipts."""
+"""Seconds between two polls of the deadlines when no receipts come."""
 
 _LONG_SILENCE = 1.0
-"""After so long without a poll the engine was not stepping. The ranks report what they finished
-meanwhile with the next step only, so no deadline has passed before that."""
+"""Seconds without a poll after which the engine counts as not stepping. The ranks report what they
+finished meanwhile only with the next step, so until then no transfer is overdue."""
 
 _OTHERS = (State.LOADING, State.LOADED, State.RUNNING)
 
@@ -56,8 +56,8 @@ _OTHERS = (State.LOADING, State.LOADED, State.RUNNING)
 class RequestState:
     """One of the engine's requests, and the scheduler's request of the same name. Owns neither.
 
-    The engine had ``computed`` tokens when it last asked for a match; ``claimed`` were promised to
-    it beyond these. Once it ``has_blocks`` without a load it computes beside others that load.
+    At the last match the engine had ``computed`` tokens, and the answer was ``claimed`` more. A
+    request that ``has_blocks`` waits for no load, so it computes while others load.
     """
 
     def __init__(self, theirs: EngineRequest, ours: Request, keys: EngineKeys) -> None:
@@ -70,10 +70,10 @@ class RequestState:
         self._began: tuple[float, int] | None = None
 
     def time_prefill(self) -> tuple[int, float] | None:
-        """Call it in every step: once, the prompt tokens it computed and how long that took.
+        """Return, once per request, its computed prompt tokens and the seconds that took.
 
-        Measured from its first step to the step after its first token, with whatever else ran
-        meanwhile: that is what computing costs on this server.
+        Call it in every step. The time runs from the request's first step to the step after its
+        first token. It includes whatever else ran: that is what computing costs on this server.
         """
         theirs = self.theirs
         if self._began is None:
@@ -88,22 +88,22 @@ class RequestState:
 
 
 class LoadingBlocks:
-    """Bounds the device blocks of requests that have them and have not run: loading, or loaded.
+    """Bounds the device blocks of requests that are loading, or loaded and have not run yet.
 
-    An engine cannot preempt such a request. If the blocks of all of them leave too few to run any,
-    all requests wait for ever. So what they need to run to their last token fits the device
-    together. One request that does not fit beside them waits, and no later load overtakes it.
+    An engine cannot preempt such a request. If their blocks leave too few to run any of them, all
+    requests wait for ever. So all blocks that they need up to their last token must fit the device
+    together. A request that does not fit waits, and no later hit overtakes it.
     """
 
     def __init__(self, groups: Sequence[reach.Group], num_blocks: int) -> None:
         self._groups = groups
-        self._most = num_blocks - 1  # an engine keeps one for itself
+        self._most = num_blocks - 1  # an engine keeps one block for itself
         self._needs: dict[str, int] = {}
-        self._waiting = ""  # the one that does not fit
+        self._waiting = ""  # name of the request that does not fit
 
     def may_begin(self, name: str, num_tokens: int, hit_tokens: int, *, is_hit: bool) -> bool:
-        """Whether a request may be given its blocks now; it has ``hit_tokens`` of its tokens."""
-        self._needs.pop(name, None)  # it asks anew: its load failed, and its blocks were freed
+        """Whether a request may get its device blocks now; ``hit_tokens`` need no computing."""
+        self._needs.pop(name, None)  # a repeated call: its load failed, and its blocks were freed
         if not self._needs:
             self._waiting = ""
             return True
@@ -117,17 +117,17 @@ class LoadingBlocks:
         return True
 
     def began(self, name: str, num_tokens: int, hit_tokens: int) -> None:
-        """It has its blocks and waits for its load."""
+        """Note that a request has its blocks and waits for its load."""
         self._needs[name] = self._need(num_tokens, hit_tokens)
 
     def ended(self, name: str) -> None:
-        """It runs, or has given its blocks back."""
+        """Note that a request runs, or has given its blocks back."""
         self._needs.pop(name, None)
         if name == self._waiting:
             self._waiting = ""
 
     def _need(self, num_tokens: int, hit_tokens: int) -> int:
-        """The most blocks it has until its last token is computed, with one for drafts."""
+        """Return the most blocks that a request has up to its last token, and one for drafts."""
         num_blocks = 0
         for group in self._groups:
             first = max(0, group.first_token(hit_tokens))
@@ -136,10 +136,10 @@ class LoadingBlocks:
 
 
 class Serving:
-    """Owns the scheduler, the engine's requests by name, and the loads that were promised.
+    """Owns the scheduler, the engine's requests by name, and the loads that the engine waits for.
 
-    Made once the engine is bound and every rank was met. An exception in here takes kvferry out of
-    service, which is :class:`SchedulerSession`'s task.
+    Exists once the engine is bound and every rank has reported. Lets exceptions pass: it is
+    :class:`SchedulerSession` that takes kvferry out of service.
     """
 
     def __init__(
@@ -149,16 +149,16 @@ class Serving:
         self.engine = engine
         self._setup = setup
         self._least_block = min(group.block_tokens for group in groups)
-        # A window that serves the token after the prompt may not reach back for its last one.
+        # A window that serves the token after the prompt may be too short for its last token.
         self._claims_whole = setup.is_full and setup.goes_alone and not setup.lookahead_tokens
-        # The last block that a draft model wrote belongs to tokens that need not come again.
+        # A draft model's KV of a hit's last block depends on the next tokens, which may differ.
         step = math.lcm(engine.hash_tokens, *(group.block_tokens for group in groups))
         spare_tokens = step if setup.lookahead_tokens else 0
-        # Drafts of this step may be refused in the next, and a state cannot go back to before.
+        # The engine may reject this step's drafts in the next, and a state cannot be rolled back.
         has_states = any(isinstance(group, reach.RecurrentState) for group in groups)
         self._stores_a_step_late = setup.verifies_drafts and has_states
         tiers = tiers_of_ranks(shapes.values(), setup.config)
-        # As many slots as the rank with the fewest has; none of them is ready yet.
+        # The rank with the fewest slots sets their number; none of them is ready yet.
         num_slots = min(shape.num_slots for shape in shapes.values())
         self.scheduler = Scheduler(
             Pool(num_slots, policy_named(setup.config.policy), num_ready=0),
@@ -170,7 +170,7 @@ class Serving:
             block_bytes=shapes[0].block_bytes,
             spare_tokens=spare_tokens,
             tiers=tiers,
-            # The engine must be told which blocks are missing, or it would compute all of them.
+            # If blocks are lost, an engine that is not told which would compute the whole hit.
             loads_early=setup.fails_by_block,
             engine=engine,
         )
@@ -203,30 +203,30 @@ class Serving:
         for rank, shape in shapes.items():
             self.scheduler.note_ready(Rank(rank), shape.ready_slots)
 
-    # -- a request comes ------------------------------------------------------------------------
+    # -- a request arrives ----------------------------------------------------------------------
 
     def expect(self, request: EngineRequest) -> None:
-        """It has come to the engine's queue: lower tiers may promote its blocks meanwhile."""
+        """Note that a request has entered the engine's queue, and prefetch its blocks."""
         self._num_quiet = 0
         if self._setup.loads and self._lower_names:
             self.scheduler.prefetch(self._state_of(request).ours)
 
     def match(self, request: EngineRequest, computed_tokens: int) -> int | None:
-        """How many tokens after ``computed_tokens`` can be loaded; None to be asked again later."""
+        """Return how many tokens after ``computed_tokens`` can be loaded; None: ask again later."""
         state = self._state_of(request)
         state.computed, state.claimed = computed_tokens, 0
         if not self._setup.loads:
             return 0
-        # One token must be computed, or there is none to sample from. Where a load brings all of
-        # them, the engine computes the last one again: a step like one of decoding. To compute the
-        # last block instead would be a prefill. But a load of that block alone is not worth it.
+        # One token must be computed, or there are no logits to sample from. If all tokens hit, the
+        # engine recomputes only the last one, as cheaply as a decoding step; recomputing the last
+        # block would be a prefill. But a load of that block alone is not worth it.
         most = request.num_tokens - 1
         if self._claims_whole and computed_tokens + self._least_block <= most:
             leaves_a_block = self._overlap.is_due(most - computed_tokens, at_least_one_before=True)
             most += not leaves_a_block
         match = state.ours.match(computed_tokens=computed_tokens, max_tokens=most)
         if match.state is MatchState.WAIT:
-            # What it waits for may have to be sent, and is heard of in a step that is looked at.
+            # Its promotion may still have to be sent, and its receipts taken: skip no step.
             self._num_quiet = 0
             return None
         is_hit = match.state is not MatchState.MISS
@@ -245,20 +245,20 @@ class Serving:
         tables: Callable[[], Sequence[Sequence[int]]],
         num_external_tokens: int,
     ) -> None:
-        """The engine has given the request its blocks: order the load it was promised.
+        """Order a request's load, now that the engine has given it device blocks.
 
-        A load that cannot be ordered is reported by way of the ranks, or the request would wait
-        for ever.
+        A load that cannot be ordered is reported as lost through the ranks, or the request would
+        wait for ever.
         """
         state = self._requests.get(request.request_id)
         if state is None or request.num_preemptions != state.preemptions:
             state = self._state_of(request)
         ours, claimed = state.ours, state.claimed
-        # Also without a load: a request that comes back with one token would count as not run.
+        # Also without a load: else a resumed request with one token would not count as running.
         self._num_quiet = 0
         state.claimed = 0
         if num_external_tokens != claimed:
-            # Another connector serves the request, or the engine wants less: change the pins.
+            # Another connector serves the request, or the engine wants less: change the leases.
             ours.match(
                 computed_tokens=state.computed, max_tokens=state.computed + num_external_tokens
             )
@@ -281,7 +281,7 @@ class Serving:
     def promised_blocks(
         self, request_id: str, ids: Sequence[int], num_external_tokens: int
     ) -> tuple[int, ...]:
-        """The first group's blocks that a load is to fill: what is reported if it fails."""
+        """Return the first group's blocks that a load fills: those reported if it fails."""
         state, size = self._requests.get(request_id), self._setup.groups[0].block_tokens
         first = state.computed if state is not None else 0
         return tuple(ids[first // size : -(-(first + num_external_tokens) // size)])
@@ -300,21 +300,21 @@ class Serving:
         return state
 
     def _note_preemption(self, state: RequestState) -> None:
-        """An engine may preempt and resume a request before it says so; its count says it first."""
+        """Handle a preemption, seen by the request's own count: that may come before the hook."""
         state.preemptions = state.theirs.num_preemptions
         state.has_blocks = False
         state.ours.preempt()
         self._loading.ended(state.ours.id)
 
     def _has_others(self) -> bool:
-        """Whether requests compute in these steps, or will: from the start, or once loaded."""
-        for state in self._requests.values():  # a generator is a call per request
+        """Whether other requests compute in these steps, or will once their load has landed."""
+        for state in self._requests.values():  # a generator costs a call per request
             if state.has_blocks or state.ours.state in _OTHERS:
                 return True
         return False
 
     def hit_sources(self, request_id: str, num_tokens: int) -> dict[TierName, int]:
-        """So many tokens of a hit that is about to be loaded, by the tier that had them."""
+        """Return how many of the ``num_tokens`` of a hit to be loaded were found on each tier."""
         explained = self.scheduler.explain(request_id) if self._lower_names else None
         counted = explained.tier_hit_tokens if explained is not None else {}
         sources, left = {}, num_tokens
@@ -334,10 +334,9 @@ class Serving:
         new: bool,
         preempted: Collection[str],
     ) -> StepOrders:
-        """This step's plan. It stores what this very step computes: the ranks order them so."""
-        # Most steps decode one more token of each running request: such a step must cost next to
-        # nothing, so only the step itself is looked at. One that runs no request is always looked
-        # at: it is a chance for what waits.
+        """Return this step's orders. The ranks run its stores after the step's forward pass."""
+        # Most steps decode one more token of each running request and must cost next to nothing, so
+        # this looks only at the step itself. A step that runs no request is never skipped.
         only_decodes = 0 < len(scheduled) == num_tokens
         if self._num_quiet > 0 and only_decodes and not (new or preempted):
             self._num_quiet -= 1
@@ -349,7 +348,7 @@ class Serving:
         loads = {}
         for request, load in tuple(self._promised.items()):
             order = load.take()
-            if order is not None:  # the ranks are told of it with this step's plan
+            if order is not None:  # it goes to the ranks with this step's plan
                 loads[request.id] = order
                 if order.is_last:
                     del self._promised[request]
@@ -376,13 +375,13 @@ class Serving:
         if not (scheduled or self._requests):
             scheduler.writeback.flush()
         plan = scheduler.plan()
-        is_waiting = not (scheduled or plan.transfers)  # first, copies begin
+        is_waiting = not (scheduled or plan.transfers)  # copies must not wait for the events
         if is_waiting or scheduler.many_events_wait:
             scheduler.drain_events()
         return plan
 
     def _store_running(self, scheduled: Mapping[str, int]) -> int:
-        """Order what this step computes; returns how many tokens each may compute unobserved."""
+        """Order this step's stores; return how many more tokens each request may compute unseen."""
         if not scheduled:
             return 0
         least, step_tokens, late = LONG_TOKENS, self._rests.step, self._setup.lookahead_tokens
@@ -404,11 +403,11 @@ class Serving:
             if state.is_timed:
                 least = min(least, ours.progress.next_from + step_tokens - computed_tokens - 1)
             else:
-                least = 0  # the next step must be looked at
+                least = 0  # skip no step until the prompt is timed
         return least
 
     def _store(self, ours: Request, computed_tokens: int) -> None:
-        """Order what a running request has not stored yet."""
+        """Order the store of a running request's blocks that are not stored yet."""
         from_token = ours.unstored_from(ours.storable(computed_tokens))
         if from_token is not None:
             tables = self.engine.tables(ours, computed_tokens, from_token)
@@ -424,7 +423,7 @@ class Serving:
     # -- receipts -------------------------------------------------------------------------------
 
     def take(self, report: StepReceipts) -> None:
-        """The ranks' answers of one step."""
+        """Process the ranks' receipts of one step."""
         for rank, num_slots, _ in report.ready:  # host memory grows while requests run
             self.scheduler.note_ready(rank, num_slots)
         if report.ready or report.disks:
@@ -450,8 +449,8 @@ class Serving:
     def _polls_deadlines(self) -> bool:
         """Whether to poll the deadlines now, after the receipts that have come.
 
-        After a pause the first receipts may lack transfers that ended meanwhile, so the deadlines
-        are put off. But only once: an engine whose steps are all far apart must notice a hung rank.
+        After a pause the first receipts may lack transfers that ended meanwhile, so polling is put
+        off. But only once: an engine whose steps are all far apart must notice a hung rank.
         """
         now = time.monotonic()
         if now >= self._poll_at + _LONG_SILENCE and not self._was_put_off:
@@ -479,13 +478,13 @@ class Serving:
                 failure.reason,
             )
 
-    # -- a request goes -------------------------------------------------------------------------
+    # -- a request ends -------------------------------------------------------------------------
 
     def finished(self, request: EngineRequest, block_ids: Sequence[Sequence[int]] = ()) -> None:
-        """It is done or aborted: what it computed and has not stored is stored later.
+        """End a finished or aborted request; what it computed and has not stored is stored later.
 
-        ``block_ids`` are the blocks it had, by group. (Those of a window are stored at once: soon
-        they belong to other requests.)
+        ``block_ids`` are its device blocks, by group. Blocks of a window are stored at once, before
+        the engine gives them to other requests.
         """
         self._num_quiet, late = 0, self._setup.lookahead_tokens
         state = self._requests.pop(request.request_id, None)
@@ -502,24 +501,22 @@ class Serving:
                 self._hold(held)
 
     def give_back(self) -> None:
-        """The engine empties its cache by force: let go of the device blocks of every store.
+        """Release the device blocks of every store, because the engine empties its cache by force.
 
-        They may have other bytes before they are copied, so nothing of these stores is found.
+        They may be overwritten before they are copied, so no block of these stores can be found.
         """
-        queued, flying = self.scheduler.take_back()
-        self.engine.release(queued)
-        self.engine.release(flying, again_later=True)
+        self.engine.release(self.scheduler.take_back())
         self._num_quiet = 0
 
     def reset(self) -> None:
-        """Forget everything: the cache was reset, or the weights have changed."""
+        """Forget every block: the cache was reset, or the weights have changed."""
         self.scheduler.reset()
-        self.engine.release(self.scheduler.take_released())  # there may be no step for long
-        self._num_quiet = 0  # the ranks must hear of the epoch
+        self.engine.release(self.scheduler.take_released())  # the next step may be far away
+        self._num_quiet = 0  # the ranks must get the new epoch
 
     @property
     def unkept(self) -> dict[str, LoadOrder]:
-        """Loads that the engine waits for and whose last order no rank was given."""
+        """The last orders of loads that the engine waits for, where no rank has them yet."""
         return {request.id: load.give_up() for request, load in self._promised.items()}
 
     @property
@@ -531,26 +528,26 @@ class Serving:
         return bool(is_moving or is_left or self._promised or self.reports.has_orders)
 
     def frees_soon(self) -> bool:
-        """Whether waiting for copies under way would give the engine a block.
+        """Whether waiting for copies under way would free a device block.
 
-        That is cheaper than to preempt a request.
+        Waiting is cheaper than preempting a request.
         """
         self._rests.is_wanted = bool(self._rests)
         is_under_way = self._rests or self.scheduler.transfers.num_awaited
         return bool(is_under_way) and self.engine.keeps_free_blocks
 
     def take_stats(self) -> dict[str, float] | None:
-        """What was counted since the last call, once a second; None if that is nothing."""
+        """Return the figures since the last call, once a second; None if nothing has changed."""
         if self._num_quiet > 0:
             return None
-        # With nothing left to do there is no other step for long.
+        # With nothing left to do, report at once: the next step may be far away.
         is_due = time.monotonic() >= self.reports.due_at
         if not (is_due or (not self._requests and not self.has_work)):
             return None
         return self.reports.take_stats()
 
     def close(self) -> None:
-        """Close each part although another cannot be: the engine must get to its end."""
+        """Close each part, even if closing another fails: the engine must be able to shut down."""
         for part in (self.reports, self.scheduler):
             try:
                 part.close()

@@ -1,4 +1,4 @@
-"""The scheduler side: waits for all ranks, serves, or says why it does not.
+"""The scheduler side: waits for all ranks, then serves or says why it is idle.
 
 ::
 
@@ -35,7 +35,7 @@ _STATS_SECONDS = 1.0
 
 
 def _hook(name: str, default: Any) -> Any:
-    """A method of :class:`Serving` for the session: ``default`` if nothing serves or it raises."""
+    """Return a session method that calls :class:`Serving`'s; ``default`` if idle or it raises."""
 
     def call(self: SchedulerSession, *arguments: Any) -> Any:
         serving = self.serving
@@ -51,11 +51,11 @@ def _hook(name: str, default: Any) -> Any:
 
 
 class SchedulerSession:
-    """Owns what serves, and lets no exception of kvferry stop the engine.
+    """Owns the :class:`Serving` object, and lets no exception of kvferry stop the engine.
 
-    ``serving`` is None until all ranks were met, and again once something raised: requests run
-    without kvferry then. ``former`` is what served until the exception; it holds its device blocks
-    until no rank copies.
+    ``serving`` is None until all ranks have reported, and again after an exception: requests run
+    without kvferry then. ``former`` served until the exception; it holds its device blocks until no
+    rank copies.
     """
 
     def __init__(self, setup: SessionSetup) -> None:
@@ -73,12 +73,12 @@ class SchedulerSession:
         self._reported_at = 0.0
 
     def bind(self, make_engine: Callable[[], EngineAdapter]) -> None:
-        """The engine has its device blocks; the last call before serving begins counts."""
+        """Note that the engine has its device blocks; the last call before serving counts."""
         self._make_engine = make_engine
         self._begin()
 
     def meet_ranks(self, shapes: Sequence[RankShape]) -> None:
-        """What the ranks found when they saw their KV tensors; each rank counts once."""
+        """Take the ranks' shapes, known once they have KV tensors; ignores repeated ranks."""
         new = [shape for shape in shapes if shape.rank not in self._shapes]
         self._shapes |= {shape.rank: shape for shape in new}
         refusals = [f"rank {shape.rank}: {shape.refusal}" for shape in new if shape.refusal]
@@ -95,7 +95,7 @@ class SchedulerSession:
         return len(self._shapes) == self.setup.num_ranks
 
     def _begin(self) -> None:
-        """Serve, once the engine is bound and every rank was met."""
+        """Start serving once the engine is bound and every rank has reported."""
         if self._make_engine is None or not self._has_met_all or self.serving is not None:
             return
         if self.guard.reason or self.refusal:
@@ -106,11 +106,11 @@ class SchedulerSession:
                 self.serving.reset()
         except Exception as error:
             self._trip("start", error)
-        # What the tiers still have may be hundreds of megabytes, and is known by now.
+        # Lists of the tiers' blocks may take hundreds of megabytes, and serving has used them.
         self._shapes = {rank: shape.without_blocks() for rank, shape in self._shapes.items()}
 
     def banner(self) -> str:
-        """One line for the log: what is in service, or why nothing is."""
+        """Return one line for the log: what is in service, or why kvferry is idle."""
         serving, config = self.serving, self.setup.config
         if serving is None:
             return f"kvferry is idle: {self.idle_reason}"
@@ -132,7 +132,7 @@ class SchedulerSession:
 
     @property
     def idle_reason(self) -> str:
-        """Why nothing is served; empty where something is."""
+        """Why kvferry is idle; empty while it serves."""
         if self.serving is not None:
             return ""
         if self.refusal or self.guard.reason:
@@ -142,7 +142,7 @@ class SchedulerSession:
         return "the engine has not bound its block pool"
 
     def _trip(self, where: str, error: Exception) -> None:
-        """An exception of ours: end every load that the engine was promised, and stop serving."""
+        """Stop serving after an exception of ours, and end every load that the engine expects."""
         self.guard.trip(where, error)
         if self.serving is not None:
             self._unkept |= self.serving.unkept
@@ -165,7 +165,7 @@ class SchedulerSession:
         tables: Callable[[], Sequence[Sequence[int]]],
         num_external_tokens: int,
     ) -> None:
-        """The request has its blocks, ``tables()`` by group, and waits for so many tokens."""
+        """Order a request's load, now that it has device blocks: ``tables()``, by group."""
         serving = self.serving
         if serving is not None:
             try:
@@ -173,7 +173,7 @@ class SchedulerSession:
                 return
             except Exception as error:
                 self._trip("allocated", error)
-        if num_external_tokens:  # the engine would wait for ever
+        if num_external_tokens:  # report the load as lost, or the engine would wait for ever
             name, blocks = request.request_id, tables()[0]
             if self.former is not None:
                 blocks = self.former.promised_blocks(name, blocks, num_external_tokens)
@@ -187,7 +187,7 @@ class SchedulerSession:
         new: bool,
         preempted: Collection[str],
     ) -> StepOrders:
-        """What every rank is to do in this step; ``new`` says that some run for the first time."""
+        """Return this step's orders for every rank; ``new``: some requests run the first time."""
         serving = self.serving
         if serving is not None and not self._unkept:
             try:
@@ -199,7 +199,7 @@ class SchedulerSession:
         return StepOrders(loads=lost, computes=num_tokens > 0, drain=holds)
 
     def take(self, report: StepReceipts) -> None:
-        """The ranks' answers of one step."""
+        """Process the ranks' receipts of one step."""
         if report.shapes:
             self.meet_ranks(report.shapes)
         serving = self.serving
@@ -219,10 +219,10 @@ class SchedulerSession:
                 log.exception("kvferry could not give its device blocks back")
 
     def reset(self) -> bool:
-        """Forget everything; returns whether blocks on disk stay forgotten whatever happens next.
+        """Forget every block; return whether blocks on disk stay forgotten even if the server dies.
 
-        The ranks hear of it with the next step in any case. Blocks on disk count out of service,
-        too: the next life would find them.
+        The ranks learn of the reset with the next step in any case. Blocks on disk are reset also
+        while kvferry is out of service, because the next server would find them.
         """
         self._reset()
         if self._resets is None:  # before the first step, in engines without a handshake
@@ -239,9 +239,9 @@ class SchedulerSession:
         return not reason
 
     def sleep(self) -> bool:
-        """The engine empties its own cache and gives its memory back for a while.
+        """Handle an engine's sleep, in which it empties its cache and gives its memory back.
 
-        What is stored stays if every rank will notice other weights; else it is forgotten.
+        Stored blocks stay if every rank can notice changed weights; else they are forgotten.
         """
         is_safe = self.serving is not None and all(s.sees_weights for s in self._shapes.values())
         return is_safe or self.reset()
@@ -252,7 +252,7 @@ class SchedulerSession:
         return self.serving.has_work if self.serving is not None else bool(self._unkept)
 
     def take_stats(self) -> dict[str, float] | None:
-        """Figures since the last call, or once a second that kvferry is idle for good."""
+        """Return the figures since the last call; if idle for good, say so once a second."""
         if self.serving is not None:
             return self._take_stats()
         is_for_good = self.guard.reason or self.refusal
@@ -262,7 +262,7 @@ class SchedulerSession:
         return idle_figures("failed" if self.guard.reason else "refused", self.idle_reason)
 
     def take_events(self) -> Iterable[Any]:
-        """Events for routers since the last call."""
+        """Return the events for routers since the last call."""
         events = self.serving.events if self.serving is not None else None
         return events.take() if events is not None else ()
 

@@ -1,11 +1,11 @@
-"""Blocks by key on kvferry's disk and shared store, for engines that own their host memory.
+"""Storage of blocks by key on disk and in shared stores, for engines with their own host memory.
 
 ::
 
     job = storage.store(keys, addresses)      copies blocks down from the engine's memory
     found = storage.lookup(keys)              which blocks can be loaded; asks a shared store
-    job = storage.load(keys, addresses)       copies them up again
-    storage.poll()                            until job.is_done
+    job = storage.load(keys, addresses)       copies blocks up into the engine's memory
+    storage.poll()                            call it until job.is_done
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _kept: list[Any] = []
 
 
 class Found(NamedTuple):
-    """Of some keys: which can be loaded now, and which only a shared store's answer can tell."""
+    """For each key of a lookup: ready to be loaded, or unknown until a shared store answers."""
 
     ready: Flags
     unknown: Flags
@@ -59,7 +59,11 @@ class Found(NamedTuple):
 
 @dataclass(eq=False)
 class StorageJob:
-    """One store or load: ``ok[i]`` says that block ``i`` is stored, or came up whole."""
+    """One store or load: ``ok[i]`` says that block ``i`` is stored, or was loaded whole.
+
+    A block that another job is still writing counts as stored: if that write fails, it is a
+    miss later.
+    """
 
     ok: Flags
     num_bytes: int = 0
@@ -69,12 +73,12 @@ class StorageJob:
 
     @property
     def is_done(self) -> bool:
-        """Whether nothing of it is under way."""
+        """Whether no batch of the job is under way."""
         return not self.num_batches
 
 
 def hashed_keys(names: Iterable[bytes], person: bytes) -> Keys:
-    """The keys of blocks that an engine calls by other names; ``person`` tells engines apart."""
+    """Return keys made from an engine's own block names; ``person`` keeps engines' keys apart."""
     return Keys.from_bytes(blake2b(name, digest_size=32, person=person).digest() for name in names)
 
 
@@ -84,11 +88,11 @@ class _StorageTier(NamedTuple):
 
 
 class Storage:
-    """Owns the tiers below an engine's own host memory, and the index of what they hold.
+    """Owns the tiers below an engine's own host memory, and the index of their blocks.
 
-    The engine owns the memory. It keeps it mapped until :meth:`close`, and keeps a job's blocks
-    unchanged until the job is done. A fault is a failed block, never an exception. Not thread-safe.
-    Every call but ``drain`` and ``close`` returns at once.
+    The engine owns the memory. It must stay mapped until :meth:`close`, and a job's blocks must
+    stay unchanged until the job is done. A fault is a failed block, never an exception. Every call
+    but ``drain`` and ``close`` returns at once. Not thread-safe.
     """
 
     def __init__(
@@ -98,10 +102,10 @@ class Storage:
         sizes: Sequence[int],
         keep_alive: object = None,
     ) -> None:
-        """Open the tiers that ``config`` names; ConfigError where a setting is wrong.
+        """Open the tiers that ``config`` names; ConfigError if a setting is wrong.
 
-        A block is pieces of ``sizes`` bytes. ``keep_alive`` is never freed if a hung drive may
-        still write there.
+        A block consists of pieces of ``sizes`` bytes. ``keep_alive`` is the memory: it is never
+        freed if a hung drive may still write to it.
         """
         self._sizes = np.array(sizes, dtype=np.int64)
         self._config = config
@@ -126,13 +130,13 @@ class Storage:
 
     @property
     def is_busy(self) -> bool:
-        """Whether anything is under way."""
+        """Whether any batch is under way."""
         return bool(self._under_way)
 
     def lookup(self, keys: Keys, *, ask: bool = True) -> Found:
-        """Which blocks can be loaded, and which only a shared store may have.
+        """Return which blocks can be loaded, and which only a shared store may have.
 
-        With ``ask`` the store is asked for those; look up again for its answer.
+        With ``ask``, starts asking the store for those; look up again for its answer.
         """
         now = time.monotonic()
         ready = np.zeros(len(keys), dtype=bool)
@@ -147,7 +151,7 @@ class Storage:
         return Found(ready, unknown & ~ready)
 
     def store(self, keys: Keys, addresses: Addresses) -> StorageJob:
-        """Copy blocks to every tier that lacks them; evicts as needed."""
+        """Start to copy blocks to every tier that lacks them; evict as needed."""
         job = self._job(keys)
         now = time.monotonic()
         for level in self._healthy():
@@ -159,7 +163,7 @@ class Storage:
         return job
 
     def load(self, keys: Keys, addresses: Addresses) -> StorageJob:
-        """Copy blocks up from the nearest tier that has them. Missing blocks fail."""
+        """Start to copy blocks up from the nearest tier that has them; missing blocks fail."""
         job = self._job(keys)
         now = time.monotonic()
         missing = np.ones(len(keys), dtype=bool)
@@ -174,31 +178,31 @@ class Storage:
         return job
 
     def touch(self, keys: Keys) -> None:
-        """These blocks were used: evict them later."""
+        """Note that these blocks were used: evict them later."""
         for level in self._levels:
             if level.blocks.pool is not None:
                 level.blocks.pool.touch(keys)
 
     def poll(self) -> None:
-        """Take what has ended since the last call."""
+        """Process the results of batches that ended since the last call."""
         for level in self._levels:
             for result in level.medium.poll():
                 self._ended(result)
 
     def drain(self) -> None:
-        """Wait until nothing is under way; every tier bounds that by its deadlines."""
+        """Wait until no batch is under way; each tier's deadlines bound the wait."""
         while self._under_way:
             time.sleep(POLL_SECONDS)
             self.poll()
 
     def reset(self) -> None:
-        """Forget every block, also for later processes."""
+        """Forget every block, so that later processes do not find it either."""
         for level in self._levels:
             level.blocks.reset()
             level.medium.forget()
 
     def close(self, seconds: float = CLOSE_SECONDS) -> None:
-        """Finish what is under way, for at most so long, and close the tiers."""
+        """Finish the batches under way, for at most ``seconds`` per tier, and close the tiers."""
         levels, self._levels = self._levels, []
         for level in levels:
             if level.medium.close(seconds):
@@ -209,7 +213,7 @@ class Storage:
     # -- inside ---------------------------------------------------------------------------------
 
     def _healthy(self) -> Iterable[_StorageTier]:
-        """The tiers that can be used now."""
+        """Yield the tiers that are available now; update the health of each tier first."""
         for level in self._levels:
             blocks = level.blocks
             if isinstance(blocks, SlotTier) and not blocks.pool.num_ready:

@@ -1,12 +1,12 @@
-"""The connector in an engine's worker: carries out plans and reports what became of them.
+"""The connector in an engine's worker: carries out plans and reports their receipts.
 
 ::
 
     begin ── loads ──┐                    ┌── receipts ──> the scheduler side
                      ├─> our worker ─────>┤
-    after_forward ── stores               └── requests ──> the engine: blocks are there, or not
+    after_forward ── stores               └── requests ──> the engine: loaded, or failed
 
-A store must come after the forward pass that writes its blocks is queued; a load may start before.
+A store must be queued after the forward pass that writes its blocks; a load may start before.
 """
 
 from __future__ import annotations
@@ -60,15 +60,15 @@ from kvferry.worker import Worker
 log = logging.getLogger(__name__)
 
 _CHECK_SECONDS = 0.05
-"""A check of the weights takes the thread that runs the model 0.2 ms."""
+"""Least seconds between weight checks for held writes; each costs the model's thread 0.2 ms."""
 
 _DISK_SECONDS = 1.0
 
 _STALE = "the model's weights have changed"
 
 _IDLE_SECONDS = 0.5e-3
-"""How long a step without a forward may wait for a load. An engine with nothing to compute steps as
-fast as it can, and would keep the interpreter from the thread that queues the copies."""
+"""Seconds that a step without a forward pass may wait for a load. An engine with nothing to compute
+steps as fast as it can, and would keep the interpreter from the thread that queues the copies."""
 _NAP_SECONDS = 2e-5
 
 
@@ -76,7 +76,7 @@ _NAP_SECONDS = 2e-5
 class KvCache:
     """The KV cache on this rank: a layout per group, the device, and the order of the layers.
 
-    ``tensors`` keeps the memory alive: the copy engine copies by address.
+    ``tensors`` keeps the memory alive, because the copy engine copies by address.
     """
 
     layouts: Sequence[GroupLayout]
@@ -86,7 +86,7 @@ class KvCache:
 
 
 class WriteFence:
-    """Owns writes to tiers that outlive the server, until the weights were checked for them."""
+    """Holds back writes to tiers that outlive the server, until the weights have been checked."""
 
     def __init__(self, names: frozenset[TierName]) -> None:
         self._names = names
@@ -94,30 +94,30 @@ class WriteFence:
         self._marked: list[Transfer] = []
         self._check_at = 0.0
         self.epoch = 0
-        """The epoch of what is held: blocks of another one are stale."""
+        """The epoch of the held writes; once another epoch begins, they are stale."""
 
     @property
     def holds(self) -> bool:
         return bool(self._held or self._marked)
 
     def hold(self, transfers: list[Transfer]) -> list[Transfer]:
-        """Keep those that write to a tier which outlives the server; returns the others."""
+        """Hold the transfers to tiers that outlive the server; return the others."""
         self._held += [transfer for transfer in transfers if transfer.dst in self._names]
         return [transfer for transfer in transfers if transfer.dst not in self._names]
 
     def is_due(self) -> bool:
-        """Whether it is time to check the weights for what is held."""
+        """Whether it is time to check the weights for the held writes."""
         return bool(self._held) and time.monotonic() >= self._check_at
 
     def note_mark(self) -> None:
-        """Digests of the weights as they are now will be taken."""
+        """Note that digests are taken of the weights as they are now, which cover held writes."""
         if self._held:
             self._marked += self._held
             self._held = []
             self._check_at = time.monotonic() + _CHECK_SECONDS
 
     def take_marked(self) -> tuple[Transfer, ...]:
-        """Those whose blocks are older than the last digests."""
+        """Remove and return the writes that the last digests cover."""
         marked, self._marked = tuple(self._marked), []
         return marked
 
@@ -129,7 +129,7 @@ class WriteFence:
 class WorkerSession:
     """Owns this rank's worker and host memory; knows which request waits for which transfer.
 
-    Used on the engine's worker thread only. No exception leaves it: a broken rank fails its orders.
+    Call it on the engine's worker thread only. It raises nothing: a broken rank fails its orders.
     """
 
     def __init__(
@@ -142,9 +142,9 @@ class WorkerSession:
         broadcast: Broadcast | None = None,
         refusal: str = "",
     ) -> None:
-        """``find_weights`` is given the KV cache's device; ``broadcast`` sends to all ranks.
+        """``find_weights`` gets the KV cache's device; ``broadcast`` sends to all ranks.
 
-        ``refusal`` says why the scheduler side will be idle: then no memory is taken.
+        ``refusal`` says why the scheduler side will be idle; then this rank takes no memory.
         """
         self.guard = Guard(f"rank {place.rank}")
         self.rank = place.rank
@@ -160,31 +160,31 @@ class WorkerSession:
         self._memory: RankMemory | None = None
         self._worker: Worker | None = None
         self._reported_ready = 0
-        self._is_grown = True  # nothing of the host memory is left to report
+        self._is_grown = True  # all host memory is ready and reported
         self._disks: tuple[tuple[Rank, str, DiskFigures], ...] = ()
         self._disks_at = 0.0
         self._has_sent_shape = self._drained = False
         self._later: Plan = NO_PLAN
         self._computes = False
         self._loads: list[AwaitedLoad] = []
-        self._num_awaited = 0  # receipts
-        self._moves: set[TransferId] = set()  # of lower tiers, under way
+        self._num_awaited = 0  # receipts that are still to come
+        self._moves: set[TransferId] = set()  # orders for lower tiers under way
         self._receipts: list[Receipt] = []
         self._health: list[Health] = []
         self.finished = FinishedLoads()
         self.is_busy = True
-        """Whether something of an earlier step is still to be seen to, or reported."""
+        """Whether an earlier step left work or reports, so that no step can be skipped."""
         self._freshness = Freshness()
-        names = frozenset(TierName(str(spec.name)) for spec in config.all_tiers if spec.outlives_us)
+        names = frozenset(TierName(str(spec.name)) for spec in config.all_tiers if spec.persists)
         self._fence = WriteFence(names) if names else None
-        self._keeps = True  # what is stored in this epoch is for the next server, too
+        self._keeps = True  # lasting tiers keep this epoch's blocks for the next server
         self.layerwise: LayerwiseLoads | None = None
-        """Where loads may be read before they have landed."""
+        """Set if the model may read loads before they have landed."""
 
     # -- start and end --------------------------------------------------------------------------
 
     def register(self, find_cache: Callable[[], KvCache]) -> None:
-        """Take the KV cache that ``find_cache`` describes and make the host memory for it."""
+        """Open host memory, tiers and a worker for the KV cache that ``find_cache`` describes."""
         if self._is_idle:
             return
         self._find_cache = find_cache
@@ -218,7 +218,7 @@ class WorkerSession:
         self.shape = replace(shape, sees_weights=weights is not None)
 
     def unregister(self) -> None:
-        """The KV tensors, and maybe the weights, lose their memory: finish what reads them."""
+        """Finish all copies before the KV tensors, and maybe the weights, lose their memory."""
         self._drain()
         try:
             self._check_fence()
@@ -228,7 +228,7 @@ class WorkerSession:
             self.guard.trip("unregister", error)
 
     def restore(self) -> None:
-        """They have memory again. Where that is at other addresses, this rank copies no more."""
+        """Resume after :meth:`unregister`; go out of service if the tensors' addresses changed."""
         if self._cache is None or self._find_cache is None:
             return
         try:
@@ -240,12 +240,12 @@ class WorkerSession:
             self.guard.trip("restore", error)
 
     def note_started(self) -> None:
-        """The engine has started: host memory grows more slowly from now on."""
+        """Note that the engine has started: host memory need not yield to its warm-up any more."""
         if self._memory is not None:
             self._memory.activity.note_started()
 
     def introduce(self) -> RankShape:
-        """This rank's shape; else it goes with the first step's receipts. Asked once, at start."""
+        """Return this rank's shape, once; without this call the first step's receipts have it."""
         shape, self.shape = self.shape, self.shape.without_blocks()  # it may be large: sent once
         return shape
 
@@ -260,7 +260,7 @@ class WorkerSession:
     # -- a step ---------------------------------------------------------------------------------
 
     def begin(self, orders: StepOrders) -> None:
-        """Start the step's loads, and its stores too where there is no forward to wait for."""
+        """Start the step's loads; also its stores if there is no forward pass to wait for."""
         if orders.is_quiet and not self.is_busy:
             return
         self.is_busy = True
@@ -271,13 +271,13 @@ class WorkerSession:
             self._give_up(orders)
 
     def _give_up(self, orders: StepOrders) -> None:
-        """Nothing may wait for this rank: what was ordered, and is under way, counts as failed."""
+        """Fail everything ordered and under way, so that nothing waits for this broken rank."""
         self._drain()
         for load in self._loads:
-            if not load.is_told:  # of those told all has landed by now
+            if not load.is_told:  # loads reported early have landed by now
                 load.lose()
         self._end_loads()
-        # What this step ordered may be held already.
+        # The fence may hold some of this step's orders already.
         lost: list[Transfer | Question] = [*orders.plan.transfers, *orders.plan.questions]
         if self._fence is not None:
             lost += self._fence.take_all()
@@ -329,14 +329,14 @@ class WorkerSession:
             others = []
         if others or plan.questions or plan.forget:
             self._execute(replace(plan, transfers=tuple(others)))
-        if orders.loads:  # what comes of them must fit the weights as they are now
+        if orders.loads:  # their blocks must match the weights as they are now
             self._freshness.mark()
             if self._fence is not None:
                 self._fence.note_mark()
         self._later = Plan(plan.step, tuple(stores))
 
     def _await(self, request_id: str, order: LoadOrder, orders: StepOrders) -> None:
-        """The engine is told once this load, or the rest of it, has ended here."""
+        """Track a load, or a further piece of one, to report its end to the engine."""
         for load in self._loads:
             if load.request_id == request_id and not load.is_last:
                 break
@@ -346,7 +346,7 @@ class WorkerSession:
         load.note(order, orders.plan.transfers, may_be_early=self.layerwise is not None)
 
     def after_forward(self) -> None:
-        """The step's forward is queued: its blocks may be stored."""
+        """Start the step's stores: the forward pass that writes their blocks is queued."""
         if self.layerwise is not None and self._computes:
             self.layerwise.end_forward()
         if self._later.transfers:
@@ -360,7 +360,7 @@ class WorkerSession:
         orders: list[Transfer | Question] = [*plan.transfers, *plan.questions]
         if self._worker is None or self.guard.reason:
             self._refuse(orders, self.guard.reason or self.shape.refusal)
-            if plan.forget and self._worker is not None:  # lasting tiers must hear of it still
+            if plan.forget and self._worker is not None:  # lasting tiers must still be reset
                 self._worker.execute(replace(plan, transfers=(), questions=()))
             return
         self._num_awaited += len(orders)
@@ -378,7 +378,7 @@ class WorkerSession:
             self._fence.note_mark()
 
     def _release_fence(self, epoch: int | None = None) -> None:
-        """Write what the fence holds, unless it may be of other weights."""
+        """Start the held writes that are checked; fail them if the weights have changed."""
         if self._fence is None:
             return
         held = self._fence.epoch
@@ -390,21 +390,21 @@ class WorkerSession:
             self._refuse(checked, _STALE)
         elif checked:
             if held and self._keeps and not self._freshness.is_first():
-                # The next server loads the weights that the namespace names: not these.
+                # The next server loads the weights that the namespace names, not these.
                 self._keeps = False
                 for tier in self._memory.tiers.values() if self._memory is not None else ():
                     tier.keep_nothing()
             self._execute(Plan(0, checked))
 
     def _refuse(self, orders: Iterable[Transfer | Question], reason: str) -> None:
-        """Every order ends in a receipt, or the scheduler would wait for it for ever."""
+        """Fail each order with a receipt, or the scheduler would wait for it for ever."""
         for order in orders:
             self._take(Receipt(order.id, self.rank, Outcome.FAILED, reason))
 
     # -- what happened --------------------------------------------------------------------------
 
     def poll(self) -> None:
-        """Take what has ended by now; where nothing else is to do, what ends in a moment."""
+        """Process receipts; in a step without a forward pass, wait briefly for loads to end."""
         if not (self._num_awaited or self._freshness.is_marked or self.shape.tiers or self._loads):
             return
         self._poll()
@@ -435,20 +435,20 @@ class WorkerSession:
             self._give_up(StepOrders())
 
     def _end_loads(self) -> None:
-        """Tell the engine of loads of which nothing is under way any more."""
+        """Report loads to the engine that have no transfer under way any more."""
         ended = [load for load in self._loads if load.has_ended]
         for load in ended:
             self._loads.remove(load)
             if load.is_told:
-                if load.lost:  # with the device: what was computed with it is lost like all else
+                if load.lost:  # only if the device is lost, and all that was computed with it
                     log.error("a load failed after it was on its way: %s", load.reason)
                 continue
             if self._freshness.is_stale(load.epoch):
-                load.lose()  # some came before the weights changed
+                load.lose()  # some blocks landed before the weights changed
             self.finished.end(load.request_id, load.lost)
 
     def _tell_early(self, layerwise: LayerwiseLoads) -> None:
-        """Let a request run whose load cannot fail any more, though it has not landed yet."""
+        """Report a load that has not landed yet and cannot fail any more, so its request runs."""
         load, freshness = self._loads[0], self._freshness
         if not layerwise.may_tell(load, computes=self._computes):
             return
@@ -457,7 +457,7 @@ class WorkerSession:
             self.finished.arrived.add(load.request_id)
 
     def _drain(self) -> None:
-        """Finish the copies from and to the device."""
+        """Wait for all copies from and to the device, and take their receipts."""
         if self._later.transfers:
             self._flush()
         if self._worker is not None:
@@ -484,7 +484,7 @@ class WorkerSession:
         self._receipts.append(receipt)
 
     def take_receipts(self) -> StepReceipts | None:
-        """What the scheduler side does not know yet; None if that is nothing."""
+        """Return the receipts and changes for the scheduler side; None if there are none."""
         if not (self.is_busy or self._receipts):
             return None
         freshness, fence = self._freshness, self._fence
@@ -506,7 +506,7 @@ class WorkerSession:
         return StepReceipts(**news) if any(news.values()) else None
 
     def _memory_news(self, memory: RankMemory) -> dict[str, Any]:
-        """What has changed of usable slots, pinned bytes and drives."""
+        """Return changes in usable slots, pinned bytes and the drives' figures."""
         rank, news = self.rank, dict[str, Any]()
         if not self._is_grown and (num_ready := memory.ready_slots) != self._reported_ready:
             self._reported_ready = num_ready

@@ -44,11 +44,11 @@ _OURS = ("backend_name", "module_path", "class_name", "interface_v1", "revision"
 _COMMIT = re.compile(r"/snapshots/([0-9a-f]{40})(?:/|$)")
 _WEIGHTS = ("*.safetensors", "*.bin", "*.gguf", "*.pt")
 _SERVER_ARGS = ("dtype", "kv_cache_dtype", "quantization", "json_model_override_args")
-"""Arguments of the server that change the bytes of a page."""
+"""Server arguments that change the bytes of a page."""
 
 
 class _Pool(NamedTuple):
-    """One of HiCache's host pools, and where its pages are stored."""
+    """One of HiCache's host pools, and the storage of its pages."""
 
     host: Any
     storage: Storage
@@ -58,12 +58,12 @@ class KvferryStorage(HiCacheStorage):  # type: ignore[misc]
     """Translates HiCache's interface (versions 1 and 2) to :class:`Storage`: a page is a block.
 
     Owns a storage for each host pool, not the pools. HiCache calls it from several threads, each of
-    which waits for its own pages. Stays out of service, with a warning, where it cannot tell which
-    weights the server runs: it must not share pages then.
+    which waits for its own pages. If it cannot tell which weights the server runs, it must not
+    share pages: it stays out of service, with a warning.
     """
 
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: Mapping[str, Any]) -> None:
-        """Read the settings; ConfigError where one is wrong or no tier is named."""
+        """Read the settings; ConfigError if one is wrong or they name no tier."""
         extra = dict(storage_config.extra_config or {})
         if not extra.get("interface_v1"):
             raise ConfigError('kvferry needs "interface_v1": 1 in the storage back end\'s config')
@@ -84,7 +84,7 @@ class KvferryStorage(HiCacheStorage):  # type: ignore[misc]
     # -- called by HiCache's controller ---------------------------------------------------------
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
-        """This host pool has the attention's pages. Opens nothing yet."""
+        """Register the host pool of the attention layers; open no tier yet."""
         super().register_mem_pool_host(mem_pool_host)
         self.close()
         self._hosts = {_KV: mem_pool_host}
@@ -92,11 +92,11 @@ class KvferryStorage(HiCacheStorage):  # type: ignore[misc]
             self.on_host_pools_registered()
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
-        """This host pool belongs to the first one: windows, recurrent states, indexers."""
+        """Register a host pool beside the first: of windows, recurrent states or indexers."""
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
         if host_pool is not self._hosts.get(_KV):
             self._hosts[str(host_pool_name)] = host_pool
-            if self._pools:  # one that came late
+            if self._pools:  # a late pool: the others are open already
                 self._open(str(host_pool_name))
 
     def on_host_pools_registered(self) -> None:
@@ -107,25 +107,25 @@ class KvferryStorage(HiCacheStorage):  # type: ignore[misc]
                 self._open(name)
 
     def batch_exists(self, keys: Sequence[str], extra_info: Any = None) -> int:
-        """How many leading pages can be loaded; waits for a shared store's answer, within bounds.
+        """Return how many leading pages can be loaded; wait for shared stores, within bounds.
 
-        Their first is evicted last.
+        Counts as a use of these pages; the first of them is evicted last.
         """
         return self._leading(_KV, keys)
 
     def batch_exists_v2(
         self, keys: list[str], pool_transfers: Any = None, extra_info: Any = None
     ) -> PoolTransferResult:
-        """How many leading pages every pool can restore, and after which others a request may stop.
+        """Return how many leading pages all pools can restore, and every shorter possible hit.
 
-        A pool of windows or states has only what a request needs that stops there.
+        A pool of windows or states has only the pages before the positions where requests stopped.
         """
         most = self._leading(_KV, keys)
         hits: dict[str, int] = {_KV: most} if most else {}
         stops = list(range(1, most + 1))
         for transfer in pool_transfers or ():
             name = str(transfer.name)
-            if transfer.hit_policy == PoolHitPolicy.BLOCK_GROUPS:  # it never shortens the hit
+            if transfer.hit_policy == PoolHitPolicy.BLOCK_GROUPS:  # never shortens the hit
                 count = self._leading(name, transfer.keys or [])
                 hit = count // max(1, transfer.group_pages) * transfer.block_pages
             elif not stops:
@@ -146,37 +146,37 @@ class KvferryStorage(HiCacheStorage):  # type: ignore[misc]
     def batch_get_v1(
         self, keys: list[str], host_indices: Any, extra_info: Any = None
     ) -> list[bool]:
-        """Load pages into the host pool; for each, whether it came up whole."""
+        """Load pages into the host pool; return, for each, whether it was loaded whole."""
         return self._wait(self._begin("load", _KV, keys, host_indices), len(keys))
 
     def batch_set_v1(
         self, keys: list[str], host_indices: Any, extra_info: Any = None
     ) -> list[bool]:
-        """Store pages of the host pool; for each, whether it is stored now."""
+        """Store pages of the host pool; return, for each, whether it is stored now."""
         return self._wait(self._begin("store", _KV, keys, host_indices), len(keys))
 
     def batch_get_v2(self, transfers: list[Any], extra_info: Any = None) -> dict[str, list[bool]]:
-        """Load pages of several pools; for each page, whether it came up whole."""
+        """Load pages of several pools; return, for each page, whether it was loaded whole."""
         return self._move("load", transfers)
 
     def batch_set_v2(self, transfers: list[Any], extra_info: Any = None) -> dict[str, list[bool]]:
-        """Store pages of several pools; for each page, whether it is stored now."""
+        """Store pages of several pools; return, for each page, whether it is stored now."""
         return self._move("store", transfers)
 
     def clear(self) -> None:
-        """Forget every page, also for later servers."""
+        """Forget every page, so that later servers do not find it either."""
         with self._lock:
             for pool in self._pools.values():
                 pool.storage.reset()
 
     def close(self) -> None:
-        """Finish what is under way and close the tiers."""
+        """Finish the copies under way and close the tiers."""
         with self._lock:
             pools, self._pools = self._pools, {}
             for pool in pools.values():
                 pool.storage.close()
 
-    # The interface before version 1, which HiCache does not use with it.
+    # The interface before version 1, which HiCache does not use together with version 1.
 
     def exists(self, key: str) -> bool:
         """Whether one page can be loaded."""
@@ -194,7 +194,7 @@ class KvferryStorage(HiCacheStorage):  # type: ignore[misc]
     # -- inside ---------------------------------------------------------------------------------
 
     def _open(self, name: str) -> None:
-        """Open the tiers of one pool, or say why that cannot be done."""
+        """Open the tiers of one pool, or set ``idle_reason`` if that is not possible."""
         host = self._hosts[name]
         try:
             args = _server_args()
@@ -209,7 +209,7 @@ class KvferryStorage(HiCacheStorage):  # type: ignore[misc]
                     "with MLA one rank writes for all, and a disk store serves one process; use "
                     "remote, or one GPU"
                 )
-            sizes = {  # of a page's pieces
+            sizes = {  # bytes of a page's pieces, by pool
                 each: list(pool.get_page_buffer_meta(torch.arange(pool.page_size))[1])
                 for each, pool in self._hosts.items()
             }
@@ -231,7 +231,7 @@ class KvferryStorage(HiCacheStorage):  # type: ignore[misc]
             log.warning("kvferry is idle: %s", self.idle_reason)
 
     def _leading(self, name: str, keys: Sequence[str]) -> int:
-        """How many leading pages of a pool can be loaded. Their first is evicted last."""
+        """Return how many leading pages of a pool can be loaded; the first is evicted last."""
         ready = self._lookup(name, keys, is_prefix=True)
         count = len(ready) if ready.all() else int(ready.argmin())
         if count and name in self._pools:
@@ -240,7 +240,7 @@ class KvferryStorage(HiCacheStorage):  # type: ignore[misc]
         return count
 
     def _lookup(self, name: str, keys: Sequence[str], *, is_prefix: bool = False) -> Flags:
-        """Which pages of a pool can be loaded; of a prefix, those behind a missing one are open."""
+        """Return which pages can be loaded; ``is_prefix``: only up to the first missing one."""
         pool = self._pools.get(name)
         if pool is None or not keys:
             return np.zeros(len(keys), dtype=bool)
@@ -266,7 +266,7 @@ class KvferryStorage(HiCacheStorage):  # type: ignore[misc]
     def _begin(
         self, verb: str, name: str, keys: Sequence[str], host_indices: Any
     ) -> tuple[Storage, StorageJob] | None:
-        """Begin to store or load pages of a pool; None where it cannot."""
+        """Begin to store or load pages of a pool; None if it cannot."""
         pool = self._pools.get(name)
         if pool is None or not keys or host_indices is None:
             return None
@@ -278,7 +278,7 @@ class KvferryStorage(HiCacheStorage):  # type: ignore[misc]
             return pool.storage, getattr(pool.storage, verb)(_keys(keys), addresses)
 
     def _wait(self, begun: tuple[Storage, StorageJob] | None, num_pages: int) -> list[bool]:
-        """For each page, whether it was stored or came up whole."""
+        """Wait for a job; return, for each page, whether it was stored or loaded whole."""
         if begun is None:
             return [False] * num_pages
         storage, job = begun
@@ -290,10 +290,10 @@ class KvferryStorage(HiCacheStorage):  # type: ignore[misc]
 
 
 def weights_of(args: Any) -> str:
-    """What tells the server's weights apart from others; empty if nothing reliable does.
+    """Return an identifier of the server's weights; empty if there is no reliable one.
 
-    The commit of a model from a hub, or a digest over the names, sizes and times of the weight
-    files in a local folder and over its configuration.
+    For a model from a hub it is the commit. For a local folder it is a digest of the configuration
+    and of the weight files' names, sizes and times.
     """
     if args is None or str(getattr(args, "load_format", "")) == "dummy":
         return ""
@@ -307,7 +307,7 @@ def weights_of(args: Any) -> str:
 
         try:
             cached = try_to_load_from_cache(path, "config.json", revision=revision or None)
-        except ValueError:  # no name of a model on a hub
+        except ValueError:  # the path is not the name of a model on a hub
             return ""
         commit = _COMMIT.search(str(cached or ""))
         return commit[1] if commit else ""
@@ -325,7 +325,7 @@ def weights_of(args: Any) -> str:
 
 
 def _server_args() -> Any:
-    """The arguments of the server that this process belongs to; None outside of one."""
+    """Return the arguments of the server that this process belongs to; None outside of one."""
     try:
         from sglang.srt.runtime_context import get_server_args  # 0.5.23
     except ImportError:
@@ -343,7 +343,7 @@ def _keys(keys: Sequence[str]) -> Keys:
 def _namespace(
     parallel: HiCacheStorageConfig, pool: Any, args: Any, revision: str, sizes: Sequence[int]
 ) -> Namespace:
-    """What decides a page's bytes: SGLang's configuration names only a part of it."""
+    """Return all that decides a page's bytes; SGLang's own configuration has only part of it."""
     dtypes = [getattr(pool, each, None) for each in ("dtype", "temporal_dtype", "conv_dtype")]
     return Namespace(
         model=parallel.model_name or str(getattr(args, "model_path", "")) or "unknown",
@@ -375,8 +375,8 @@ def _setup(
     pools: Sequence[str],
     num_nodes: int,
 ) -> TierSetup:
-    """Which blocks those of a pool are; ``first`` is the namespace of the first pool."""
-    # All ranks of MLA hold the same pages, but each its own heads and recurrent states.
+    """Return the identity of a pool's blocks; ``first`` is the first pool's namespace."""
+    # With MLA all ranks hold the same pages, but each has its own heads and recurrent states.
     kinds = {kind.__name__ for kind in type(pool).__mro__}
     is_alike = parallel.is_mla_model and not kinds & {"MHATokenToKVPoolHost", "MambaPoolHost"}
     tp_rank = 0 if is_alike else parallel.tp_rank

@@ -14,7 +14,7 @@ CONNECTOR_NAME = "kvferry"
 
 
 def register() -> None:
-    """Make the connector known to vLLM; called by vLLM in each of its processes."""
+    """Register the connector with vLLM, which calls this in each of its processes."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     if CONNECTOR_NAME not in KVConnectorFactory._registry:  # vLLM may load plugins twice

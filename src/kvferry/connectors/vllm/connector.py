@@ -1,4 +1,4 @@
-"""The class vLLM talks to: every hook it has, handed to the side it belongs to."""
+"""The connector class that vLLM calls: passes each hook to the scheduler side or worker side."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ from kvferry.connectors.vllm.versions import require_fit
 from kvferry.settings.tiers import DISK
 from kvferry.types import HOST
 
-# The messages are plain data; vLLM asks whether they are of its own kinds.
+# The messages are plain data; vLLM checks that they are instances of its own classes.
 KVConnectorMetadata.register(StepOrders)
 KVConnectorHandshakeMetadata.register(RankShape)
 KVConnectorWorkerMetadata.register(StepReceipts)
 
-# A vLLM that can be told of a failed load by request recovers from it with any number of groups.
+# Whether a connector can report failed loads by request: then vLLM recovers with several groups.
 _RECOMPUTES_REQUESTS = "failed_recving" in KVConnectorOutput.__dataclass_fields__
 
-# A vLLM that says when device memory is given back and when it is there again.
+# Whether vLLM says when it gives device memory back, and when it has memory again.
 _RESTORES = hasattr(KVConnectorBase_V1, "restore_kv_caches")
 
 log = logging.getLogger("vllm.kvferry")
@@ -55,22 +55,22 @@ _NONE_FINISHED = (None, None)
 
 
 class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
-    """vLLM's connector: translates its hooks for one of the two sessions. Decides nothing."""
+    """vLLM's connector: translates its hooks for one of the two sessions, which decide all."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         require_fit(vllm.__version__, KvferryConnector)
         super().__init__(vllm_config, role, kv_cache_config)
-        # A cache that cannot be read must not fail a request that can be computed. vLLM reads this
-        # after it has made us.
+        # A failed load must not fail a request that can be computed. vLLM reads this setting after
+        # it has made the connector.
         vllm_config.kv_transfer_config.kv_load_failure_policy = "recompute"
-        # Over the environment, over ``KVFERRY_CONFIG``.
+        # Takes precedence over the environment, and that over ``KVFERRY_CONFIG``.
         given = vllm_config.kv_transfer_config.kv_connector_extra_config
         config = Config.load(overrides=given, source="kv_connector_extra_config")
         _log_to_vllm(config.log_level)
         layers = setup.support_of(
             vllm_config, kv_cache_config, recomputes_requests=_RECOMPUTES_REQUESTS
         )
-        # One of the two, under a name that needs no question at every hook.
+        # Only one of the two is set; two names, so that no hook needs to check which.
         self._session: SchedulerSession
         self._worker: WorkerSession
         self._is_scheduler = role == KVConnectorRole.SCHEDULER
@@ -103,11 +103,11 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @property
     def requires_kv_delivery(self) -> bool:
-        return False  # a block that was not stored is a miss, no more
+        return False  # a block that was not stored is only a miss
 
     @property
     def prefer_cross_layer_blocks(self) -> bool:
-        return True  # a block as one run of bytes: asked by vLLM up to 0.27
+        return True  # makes a block one run of bytes; read by vLLM up to 0.27
 
     # -- in the workers -------------------------------------------------------------------------
 
@@ -115,7 +115,7 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._worker.register(lambda: kv_cache_of(kv_caches, self._groups, self._num_blocks))
 
     def register_cross_layers_kv_cache(self, kv_cache: Any, attn_backend: Any) -> None:
-        """One tensor holds all layers of the only group; that vLLM has no others then."""
+        """Register one tensor that holds all layers; such a vLLM has only one group then."""
         self.register_kv_caches({names[0]: kv_cache for names in self._groups})
 
     @classmethod
@@ -129,10 +129,10 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._worker.restore()
 
     def get_handshake_metadata(self) -> Any:
-        """This rank's shape; None where vLLM would lose it: it goes with the first step then.
+        """Return this rank's shape; None if vLLM would lose it, and the first step sends it.
 
-        A ``MultiConnector`` has one answer, which others may need. And vLLM keeps one answer for
-        each tensor-parallel rank: it drops those of other context- or pipeline-parallel ranks.
+        A ``MultiConnector`` passes on only one answer, which others may need. And vLLM keeps only
+        one for each tensor-parallel rank: it drops other context- or pipeline-parallel ranks'.
         """
         self._worker.note_started()
         if self._shares_answer or has_peer(KvferryConnector, "get_handshake_metadata"):
@@ -143,7 +143,7 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._worker.begin(self._orders)
 
     def bind_connector_metadata(self, connector_metadata: StepOrders) -> None:
-        """Before a step; loads themselves may be started after its forward."""
+        """Prepare for a step's forward pass; vLLM may call ``start_load_kv`` after the pass."""
         super().bind_connector_metadata(connector_metadata)
         self._orders, worker = connector_metadata, self._worker
         if connector_metadata.is_quiet and not worker.is_busy:
@@ -152,7 +152,7 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             worker.layerwise.begin_forward(_mode_of_step())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """A request runs when its blocks are there, or will be before their layer is computed."""
+        """Wait for a layer's KV: a load may be reported to vLLM before all of it has landed."""
         layerwise = self._worker.layerwise
         if layerwise is not None and layerwise.listens:
             layerwise.before_layer(layer_name)
@@ -160,7 +160,7 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def save_kv_layer(
         self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """Blocks are stored whole, after the forward; but here ends a layer."""
+        """Note the end of a layer; stores nothing, as whole blocks are stored after the pass."""
         layerwise = self._worker.layerwise
         if layerwise is not None and layerwise.listens:
             layerwise.after_layer(layer_name)
@@ -172,12 +172,12 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         worker = self._worker
         if not (worker.is_busy or worker.finished.arrived):
-            return _NONE_FINISHED
+            return _NONE_FINISHED  # no allocation
         worker.poll()
         return None, worker.finished.take("arrived") or None
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
-        """As ``get_finished``, for a vLLM that wants failures in the same answer."""
+        """Do the same as ``get_finished``, for a vLLM that wants failures in the same answer."""
         results = super().get_transfer_results(finished_req_ids)
         failed = self._worker.finished.take("failed")
         if self._by_request:
@@ -231,13 +231,13 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         )
 
     def _served(self, tables: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
-        """Of vLLM's tables, those of the groups that are stored and loaded."""
+        """Return those of vLLM's block tables whose groups are stored and loaded."""
         return [tables[number] for number in self._group_ids]
 
     def get_external_cache_hit_sources(
         self, request: Any, num_external_tokens: int
     ) -> dict[Any, int]:
-        """A hit's tokens by the kind of tier that had them, for vLLM's own statistics."""
+        """Return a hit's tokens by the kind of tier that had them, for vLLM's own statistics."""
         found: Counter[Any] = Counter()
         if num_external_tokens:
             by_tier = self._session.hit_sources(request.request_id, num_external_tokens)
@@ -308,7 +308,7 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
 
 def _log_to_vllm(threshold: str) -> None:
-    """Send kvferry's log lines from ``threshold`` on to the handlers of vLLM's logger."""
+    """Send kvferry's log lines from level ``threshold`` up to the handlers of vLLM's logger."""
     ours = logging.getLogger("kvferry")
     ours.setLevel(threshold.upper())
     if not ours.handlers:
@@ -317,14 +317,14 @@ def _log_to_vllm(threshold: str) -> None:
 
 
 def _broadcast(sent: Any) -> Any:
-    """The first rank's object, on every rank of the tensor-parallel group."""
+    """Return the first rank's object on every rank of the tensor-parallel group."""
     from vllm.distributed.parallel_state import get_tp_group
 
     return get_tp_group().broadcast_object(sent, src=0)
 
 
 def _mode_of_step() -> str:
-    """How the step at hand computes; empty where no layer calls us, or we cannot know."""
+    """Return the current step's CUDA graph mode; empty if no layer calls us, or if unknown."""
     if not is_forward_context_available():
         return ""
     context = get_forward_context()
@@ -333,7 +333,7 @@ def _mode_of_step() -> str:
 
 
 _SOURCES: dict[str, Any] = {}
-"""vLLM's word for a tier, in versions that tell hits apart; a store is "unspecified" for it."""
+"""vLLM's constant for each tier, if it has any; shared stores count as unspecified."""
 
 if hasattr(base, "CacheHitSource"):
     KvferryConnector._cache_hit_source = base.CacheHitSource.HOST

@@ -1,4 +1,4 @@
-"""What kvferry looks up in vLLM's own process: block hashes, a sleeping engine, the model."""
+"""Looks into vLLM's own process: block hashes of tokens, its engine loop, sleep, and the model."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ log = logging.getLogger(__name__)
 
 
 def block_hasher(algorithm: str, hash_tokens: int) -> Callable[[list[int], str], list[bytes]]:
-    """What gives the hashes that vLLM has for a prompt of these tokens, with this salt.
+    """Return a function from a prompt's tokens and salt to vLLM's block hashes for it.
 
-    Only for text, without an adapter: what else decides a block only its request knows.
+    Only for text without an adapter: only the request knows its images and its adapter.
     """
     from vllm import SamplingParams
     from vllm.utils.hashing import get_hash_fn_by_name
@@ -36,10 +36,10 @@ def block_hasher(algorithm: str, hash_tokens: int) -> Callable[[list[int], str],
 
 
 class VllmTokens:
-    """From tokens to keys, as vLLM's own requests have them; called on any thread."""
+    """Maps a prompt's tokens and salt to its keys in vLLM; called on any thread."""
 
     def __init__(self, namespace: Namespace, algorithm: str) -> None:
-        """``namespace`` is for hash blocks of as many tokens as vLLM's have."""
+        """``namespace`` has vLLM's number of tokens per hash block as its ``block_tokens``."""
         self._namespace = namespace
         self._algorithm = algorithm
         self._hashes: Callable[[list[int], str], list[bytes]] | None = None
@@ -51,7 +51,7 @@ class VllmTokens:
             if self._hashes is None:
                 self._hashes = block_hasher(self._algorithm, self._namespace.block_tokens)
             found = self._hashes(tokens, salt)
-        except Exception as error:  # another vLLM than those we know
+        except Exception as error:  # an unknown version of vLLM
             log.warning("kvferry cannot name blocks by their tokens", exc_info=True)
             raise InputError(
                 f"this vLLM's blocks cannot be named by tokens ({type(error).__name__}: {error}); "
@@ -61,11 +61,11 @@ class VllmTokens:
 
 
 def find_waker() -> Callable[[], None]:
-    """What wakes vLLM's engine loop where it sleeps for want of requests.
+    """Return a function that wakes vLLM's engine loop when it sleeps for lack of requests.
 
-    vLLM steps only while there is work, and asks for that only when a message comes in: so the
-    loop's own message for that is put into its queue. Without such a loop (vLLM as a library)
-    orders wait for the next step. Call it on the engine's thread, while vLLM calls us.
+    vLLM steps only while there is work, and checks for work only when a message comes in. So the
+    function puts vLLM's own wake-up message into the loop's queue. Without such a loop (vLLM as a
+    library) control requests wait for the next step. Call it on the engine's thread, in a hook.
     """
     for caller in _callers():
         if hasattr(caller, "input_queue") and hasattr(caller, "run_busy_loop"):
@@ -82,7 +82,7 @@ def find_waker() -> Callable[[], None]:
 def before_forced_resets(pool: Any, let_go: Callable[[], None]) -> None:
     """Call ``let_go`` before vLLM resets its prefix cache with all running requests preempted.
 
-    It asks no connector then, and raises if a block is still held: sleep and pause fail so, too.
+    vLLM calls no connector then, and raises if a block is still held; so do its sleep and pause.
     """
     reset = pool.reset_prefix_cache
 
@@ -95,7 +95,7 @@ def before_forced_resets(pool: Any, let_go: Callable[[], None]) -> None:
 
 
 def has_peer(ours: type, hook: str) -> bool:
-    """Whether a connector of another kind, in the ``MultiConnector`` that calls us, has a hook."""
+    """Whether another kind of connector, in the ``MultiConnector`` that calls us, has this hook."""
     unset = getattr(ours.__mro__[1], hook)
     return any(
         not isinstance(peer, ours) and getattr(type(peer), hook) is not unset
@@ -113,7 +113,7 @@ def falls_asleep() -> bool:
 
 
 def weights_of_caller(device: Any) -> Weights | None:
-    """Weights on ``device`` of the model whose runner called us; None if they cannot be found."""
+    """Return the weights on ``device`` of the model whose runner called us; None if not found."""
     try:
         for caller in _callers():
             get_model = getattr(caller, "get_model", None)
@@ -129,7 +129,7 @@ def weights_of_caller(device: Any) -> Weights | None:
 
 
 def _callers() -> Iterator[Any]:
-    """The objects whose methods called us, the nearest first: vLLM does not introduce them."""
+    """Yield the objects whose methods called us, nearest first: vLLM does not pass them to us."""
     return (frame.f_locals.get("self") for frame in _frames())
 
 

@@ -1,4 +1,4 @@
-"""vLLM's side of the contract: its requests' keys, its device blocks, and its free queue."""
+"""vLLM's side of the contract: keys of its requests, its device blocks and its free queue."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ NULL_BLOCK = 0
 """vLLM's placeholder in block tables for a block that a request does not have."""
 
 _NEXT = 32
-"""So many of the next free blocks are looked at, or an eighth of all."""
+"""The most free blocks that :attr:`VllmEngine.evicts` examines, and at most an eighth of all."""
 
 _GROUP_BYTES = 4
-"""A block's hash in vLLM's pool ends in its group's number."""
+"""Bytes of the group number at the end of each block hash in vLLM's pool."""
 
 _HINTS = (("max_offload_tokens", "max_store_tokens"), ("max_load_tokens", "max_load_tokens"))
-"""Parameters of vLLM's own offloading, and the hints that mean the same."""
+"""Request parameters of vLLM's own offloading, each with our hint of the same meaning."""
 
 _NO_KEYS = Keys.empty()
 _hash_of = attrgetter("block_hash")
 
 
 class RequestKeys:
-    """The chain of one vLLM request: the keys of the hash blocks it has so far.
+    """The chain of one vLLM request: the keys of its hash blocks so far.
 
-    Reads ``block_hashes``, a list that vLLM extends with every full block of known tokens. Those
-    hashes cover the salt, the adapter and the images of the request.
+    Reads ``block_hashes``, a list that vLLM extends with every full block of known tokens. These
+    hashes cover the request's salt, adapter and images.
     """
 
     __slots__ = ("_keys", "_last", "_namespace", "had_blocks", "hashes", "request")
@@ -52,7 +52,7 @@ class RequestKeys:
         self._keys = _NO_KEYS
         self._last: bytes | None = None
         self.had_blocks: Sequence[Sequence[int]] = ()
-        """Once it has ended: its device blocks by group. Other requests may have them by now."""
+        """Device blocks, by group, of a request that has ended; other requests may use them now."""
 
     def __len__(self) -> int:
         return len(self.hashes)
@@ -63,8 +63,8 @@ class RequestKeys:
     def keys(self) -> Keys:
         hashes = self.hashes
         known = len(self._keys.array)
-        # Chained, so one equal hash means that all before it are equal: a request whose tokens
-        # were replaced (streamed input) starts over.
+        # Hashes are chained, so one equal hash means that all before it are equal. A request whose
+        # tokens were replaced (streamed input) starts over.
         if known > len(hashes) or (known and hashes[known - 1] != self._last):
             self._keys, known = _NO_KEYS, 0
         if known < len(hashes):
@@ -75,12 +75,12 @@ class RequestKeys:
 
 
 class VllmEngine:
-    """vLLM's block pool for the session. Owns one reference per held block.
+    """vLLM's block pool for the session. Owns one reference per hold of a block.
 
-    With vLLM's cache manager, block tables are asked from that; without, from its prefix cache,
-    which names blocks by content: they hold the right bytes even if another request computed them.
-    Of recurrent states only that can be trusted: a table also has the block that the next tokens
-    write, and forgets those it no longer needs.
+    Block tables come from vLLM's cache manager, if there is one. Else they come from its prefix
+    cache, which names blocks by content: these have the right bytes, whichever request computed
+    them. Recurrent states always come from the prefix cache. Their tables include the block that
+    the next tokens overwrite, and lack blocks that vLLM no longer needs.
     """
 
     def __init__(
@@ -91,9 +91,9 @@ class VllmEngine:
         manager: Any = None,
         group_ids: Sequence[int] | None = None,
     ) -> None:
-        """``namespace`` is for hash blocks of one token: the pool says how many they have.
+        """``namespace`` is for hash blocks of one token; their real size comes from the pool.
 
-        ``group_ids`` are vLLM's numbers of the groups; of its others nothing is known here.
+        ``group_ids`` are vLLM's numbers of ``groups``; its other groups are ignored.
         """
         self._groups = groups
         self._ids = tuple(range(len(groups)) if group_ids is None else group_ids)
@@ -102,12 +102,11 @@ class VllmEngine:
         self.hash_tokens = int(block_pool.hash_block_size)
         self._namespace = replace(namespace, block_tokens=self.hash_tokens)
         self._held: Counter[int] = Counter()
-        self._released_before: Counter[int] = Counter()
 
     # -- requests -------------------------------------------------------------------------------
 
     def describe(self, request: Any, *, has_tenants: bool) -> tuple[RequestKeys, Hints | None, str]:
-        """A request's keys; its hints, with its salt's tenant; why some were not understood."""
+        """Return a request's keys; its hints, with its salt's tenant; why any are ignored."""
         keys = RequestKeys(request, self._namespace)
         params = getattr(request, "kv_transfer_params", None)
         envelope = getattr(request, "kv_hints", None)
@@ -126,7 +125,7 @@ class VllmEngine:
     def conversation(self, request: Any) -> str:
         return str(getattr(request, "session_id", None) or "")
 
-    # -- what there is --------------------------------------------------------------------------
+    # -- counts ---------------------------------------------------------------------------------
 
     @property
     def num_blocks(self) -> int:
@@ -138,19 +137,19 @@ class VllmEngine:
 
     @property
     def num_free(self) -> int:
-        """Blocks that vLLM could give to a request now."""
+        """Blocks that vLLM can give to a request now."""
         return int(self._pool.get_num_free_blocks())
 
     @property
     def evicts(self) -> bool:
-        """Whether one of the next blocks that vLLM gives away is one its prefix cache knows.
+        """Whether one of the next blocks that vLLM gives to requests is in its prefix cache.
 
-        Not the very next: ended requests put their last, nameless blocks at the queue's head. And
-        where no block is left, the next one comes from a request that ends.
+        Checks more than the first, because ended requests put their last blocks, without a hash, at
+        the queue's head. With no free block left, the next one comes from a request that ends.
         """
         block = self._pool.free_block_queue.fake_free_list_head.next_free_block
         for _ in range(min(_NEXT, self._pool.num_gpu_blocks // 8)):
-            is_end = block is None or block.next_free_block is None  # the queue's own mark
+            is_end = block is None or block.next_free_block is None  # the queue's sentinel
             if is_end or block.block_hash is not None:
                 return True
             block = block.next_free_block
@@ -159,7 +158,7 @@ class VllmEngine:
     # -- tables ---------------------------------------------------------------------------------
 
     def table(self, ids: Sequence[int], length: int | None = None) -> BlockTable:
-        """vLLM's table with NO_BLOCK for missing blocks, cut or filled up to ``length``."""
+        """Return vLLM's table with NO_BLOCK for missing blocks, cut or padded to ``length``."""
         table = np.array(ids if length is None else ids[:length], dtype=np.int64)
         table[table == NULL_BLOCK] = NO_BLOCK
         if length is not None and len(table) < length:
@@ -167,7 +166,7 @@ class VllmEngine:
         return table
 
     def tables(self, request: Request, num_tokens: int, from_token: int) -> list[BlockTable]:
-        """A table per group for the first ``num_tokens``; below ``from_token`` it may be blank."""
+        """Return a table per group for ``num_tokens``; below ``from_token`` it may be blank."""
         keys: Any = request.chain
         known = None
         if self._manager is not None:
@@ -180,7 +179,7 @@ class VllmEngine:
         ]
 
     def remains(self, request: Request, num_tokens: int, from_token: int) -> list[BlockTable]:
-        """The same of a request that has ended: whatever the prefix cache still has of it."""
+        """Return an ended request's tables, with the blocks that the prefix cache still has."""
         keys: Any = request.chain
         hashes, had = keys.hashes, keys.had_blocks or ((),) * len(self._groups)
         return [
@@ -196,10 +195,10 @@ class VllmEngine:
         from_token: int,
         had: Sequence[int] = (),
     ) -> BlockTable:
-        """Where the prefix cache has these blocks: mostly where the request ``had`` them.
+        """Return the device blocks in which the prefix cache has a request's blocks.
 
-        A block has its content's name for as long as the cache knows it, and a look at one block is
-        much cheaper than a search.
+        First compares the hashes of the blocks that the request ``had``. A block keeps its hash as
+        long as it is cached, and comparing one is much cheaper than a search.
         """
         blocks, block_tokens = self._pool.blocks, self._groups[number].block_tokens
         per_block = block_tokens // self.hash_tokens
@@ -211,7 +210,7 @@ class VllmEngine:
         suffix = group_id.to_bytes(_GROUP_BYTES, "big")
         wanted, there = [name + suffix for name in names], had[first:length]
         known = map(_hash_of, map(blocks.__getitem__, there))
-        if list(known) == wanted:  # mostly: at once
+        if list(known) == wanted:  # mostly, all blocks are where they were
             return np.array([*table, *there], dtype=np.int64)
         for name, whole, likely in zip(names, wanted, chain(there, repeat(NULL_BLOCK))):  # noqa: B905
             if blocks[likely].block_hash == whole:
@@ -225,7 +224,7 @@ class VllmEngine:
 
     @property
     def keeps_free_blocks(self) -> bool:
-        """Whether some block is in use by copies alone: it is free once they have ended."""
+        """Whether some block is in use only by copies, and so is free once they have ended."""
         blocks = self._pool.blocks
         return any(blocks[number].ref_cnt == count for number, count in self._held.items())
 
@@ -236,18 +235,11 @@ class VllmEngine:
             self._pool.touch(list(map(blocks.__getitem__, numbers)))
             self._held.update(numbers)
 
-    def release(self, mentions: Iterable[DeviceBlocks], *, again_later: bool = False) -> None:
+    def release(self, mentions: Iterable[DeviceBlocks]) -> None:
         blocks, held = self._pool.blocks, self._held
         for mention in mentions:
             numbers = mention.blocks.tolist()
-            if again_later:
-                numbers = [number for number in numbers if held[number]]  # once, however often told
-                self._released_before.update(numbers)
-            elif self._released_before:  # each hold that was ended before its time counts once
-                before = self._released_before & Counter(numbers)
-                self._released_before -= before
-                numbers = list((Counter(numbers) - before).elements())
-            # Backwards: the end of a conversation is the first to be given away.
+            # In reverse: vLLM reuses the end of a conversation before its beginning.
             self._pool.free_blocks(list(map(blocks.__getitem__, reversed(numbers))))
             for number in numbers:
                 count = held.pop(number) - 1  # not del, which a Counter does in Python

@@ -1,6 +1,6 @@
-"""Which blocks can be had from this server without computing, reported in vLLM's events.
+"""Reports which blocks this server can load instead of computing, as vLLM's KV events.
 
-An event's medium is CPU for host memory, and STORAGE for any tier below it.
+An event's medium is CPU for host memory, and STORAGE for any lower tier.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from kvferry.types import HOST, TierName
 _TIER_EVENTS = (EventKind.EVICT, EventKind.FOUND, EventKind.LOST, EventKind.PROMOTED)
 
 _MAX_LOWER = 1 << 17
-"""Blocks below the host that routers know of; then the oldest is taken back. A shared store never
-says what it has dropped, and what is known of a block takes some 500 bytes."""
+"""The most blocks on lower tiers reported to routers; the oldest are then reported as removed. A
+shared store never says what it has dropped, and each block takes some 500 bytes here."""
 
 
 class _Block(NamedTuple):
-    """A block as routers know it, and the tiers that it is on."""
+    """A block as reported to routers, and the tiers that it is on."""
 
     name: Any
     parent: Any
@@ -40,9 +40,9 @@ class _Block(NamedTuple):
 
 
 class VllmEvents:
-    """Owns what was ordered until it can be matched, and what routers know of until it goes.
+    """Owns the blocks being stored until they can be matched, and the reported ones until removed.
 
-    Reads the event logs of the host's pool and of the tiers.
+    Reads the event logs of the host pool and of the lower tiers.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class VllmEvents:
         tiers: Sequence[LowerTier],
         hash_tokens: int,
     ) -> None:
-        """``group_ids`` are vLLM's numbers of the groups."""
+        """``group_ids`` are vLLM's numbers of ``groups``."""
         self._groups = groups
         self._group_ids = group_ids
         self._pool = pool
@@ -70,7 +70,7 @@ class VllmEvents:
         ]
 
     def ordered(self, part: Ordered) -> None:
-        """These blocks of a request are being stored."""
+        """Note that these blocks of a request are being stored."""
         request, size = part.request.chain.request, self._groups[part.group].block_tokens
         hashes, per_block = request.block_hashes, size // self._hash_tokens
         places = part.positions if isinstance(part.positions, range) else part.positions.tolist()
@@ -85,7 +85,7 @@ class VllmEvents:
             )
 
     def settled(self) -> None:
-        """Stores may have landed: report those that can be matched from now on."""
+        """Report blocks that can be matched now; call it when stores may have landed."""
         self._read_logs()
         if not self._ordered:
             return
@@ -98,13 +98,13 @@ class VllmEvents:
                     self._add(key, self._reported.setdefault(key, block), HOST)
 
     def take(self) -> Iterable[Any]:
-        """Events since the last call."""
+        """Return the events since the last call."""
         self._read_logs()
         events, self._events = self._events, []
         return events
 
     def _read_logs(self) -> None:
-        """Report what was appended to the logs since the last call, in the order of time."""
+        """Report the changes in all logs since the last call, in order of time."""
         events = [(event, name) for name, reader in self._readers for event in reader.take()]
         for event, name in sorted(events, key=lambda each: each[0].at):
             keys = list(self._reported) if event.keys is None else event.all_keys()
@@ -161,7 +161,7 @@ class VllmEvents:
 
 
 def vllm_events() -> tuple[Any, Any]:
-    """vLLM's module of events, and what makes a block's hash into one that events have."""
+    """Return vLLM's module of events, and its function that converts block hashes for events."""
     from vllm.distributed import kv_events
     from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 

@@ -1,7 +1,7 @@
-"""KV geometry: from the tensors vLLM registers to block layouts, by storage and strides.
+"""KV geometry: computes block layouts from the tensors that vLLM registers, by their strides.
 
-vLLM hands over one view per layer, sometimes several (a state and its convolution). They may lie in
-one storage or in many, and layers of different groups may lie over each other. All of them have an
+vLLM hands over one view per layer, sometimes several (a state and its convolution). They may be in
+one storage or in many, and layers of different groups may overlap in memory. All of them have an
 axis that counts blocks; everything else inside a block is opaque::
 
     (blocks, 2, tokens, heads, size)      packed K and V
@@ -22,7 +22,7 @@ from kvferry.transfer.layout import GroupLayout, TensorView, describe, view_of
 def kv_cache_of(
     kv_caches: Mapping[str, Any], groups: Sequence[Sequence[str]], num_blocks: int
 ) -> KvCache:
-    """vLLM's KV cache as the worker side needs it; LayoutError where a tensor is not understood."""
+    """Return vLLM's KV cache for the worker side; LayoutError if a tensor is not understood."""
     first = next(iter(kv_caches.values()))
     device = (first[0] if isinstance(first, (list, tuple)) else first).device
     layouts = layouts_of(kv_caches, groups, num_blocks)
@@ -32,10 +32,10 @@ def kv_cache_of(
 def layouts_of(
     kv_caches: Mapping[str, Any], groups: Sequence[Iterable[str]], num_blocks: int
 ) -> tuple[GroupLayout, ...]:
-    """One layout per group, from the tensors of the layers it names.
+    """Return one layout per group, from the tensors of its layers.
 
-    Layers without a tensor (they live on another rank) are left out, and so are views seen before
-    (layers that share their KV).
+    Leaves out layers without a tensor (they are on another rank), and repeated views (layers that
+    share their KV).
     """
     layouts = []
     for number, names in enumerate(groups):
@@ -53,10 +53,10 @@ def layouts_of(
 
 
 def _blocks_first(view: TensorView, num_blocks: int) -> TensorView:
-    """The same bytes with the block axis in front and whole.
+    """Return a view of the same bytes whose first axis counts ``num_blocks`` blocks.
 
-    vLLM's shapes have the blocks before anything that lies inside one, so the first axis that can
-    count blocks does. Only K and V may stand before it; a cache of two blocks leaves that open.
+    In vLLM's shapes the block axis comes before all axes inside a block, so it is the first axis
+    that can count blocks. Only the K/V axis may precede it, which is ambiguous with two blocks.
     """
     axes = [a for a, extent in enumerate(view.shape) if extent and extent % num_blocks == 0]
     if not axes or (num_blocks <= 2 and len(axes) > 1):

@@ -1,8 +1,8 @@
-"""What vLLM's layers keep: its specs' properties as kinds of reach, or why they are not understood.
+"""Translates vLLM's KV cache specs into groups of :mod:`~kvferry.cache.reach`, or says why not.
 
-The specs of a newer vLLM say all that matters by properties, and a kind that is new is served if
-every property it brings is known, or is off (has its default). An older vLLM says less: there only
-kinds known by name are served, for a kind derived from one may keep other bytes.
+A newer vLLM's specs say all that matters by properties. There, a new kind of layer is served if
+each of its properties is known, or off (has its default). An older vLLM's specs say less. There,
+only kinds known by name are served, because a kind derived from a known one may keep other bytes.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ _FORMAT = """
     num_prefill_checkpoint_blocks num_speculative_blocks shapes state_content_bytes
     topk_buffer_width tp_replicated
 """
-"""Fields that decide a block's bytes, which are opaque, and not which blocks a request reads."""
+"""Fields that decide only a block's bytes, which are opaque, not which blocks a request reads."""
 
 _REACH = """
     attention_chunk_size extra_retained_tokens mamba_cache_mode non_causal rswa_window sink_len
     sliding_window tokens_per_state
 """
-"""Fields that decide which blocks a request reads. All of them are looked at here."""
+"""Fields that decide which blocks a request reads. This module reads all of them."""
 
 _UNDERSTOOD = frozenset((_FORMAT + _REACH).split())
 
 _TELLING = ("prefix_cacheable", "prefix_replay_tokens", "dcp_sharded")
-"""What a spec must say (vLLM 0.31 and later) for its other properties to be believed."""
+"""Properties that a spec must have (vLLM 0.31 and later), or only its kind's name counts."""
 
 _KNOWN_BEFORE = {
     "ChunkedLocalAttentionSpec",
@@ -45,15 +45,15 @@ _KNOWN_BEFORE = {
 
 
 class _NotServedError(Exception):
-    """Why a group of layers is not understood; its text follows the group's name."""
+    """Raised for a group of layers that is not understood; its text follows the group's name."""
 
 
 @dataclass(frozen=True)
 class Layers:
-    """A model's groups of layers that are stored and loaded, and what the others ask of a hit.
+    """A model's groups of layers that are stored and loaded, and limits that other groups put.
 
-    ``group_ids`` are vLLM's numbers of ``groups``. A hit of no more than ``replayed_tokens`` is of
-    no use: they are computed again. ``goes_alone`` says that the last token of a hit can be
+    ``group_ids`` are vLLM's numbers of ``groups``. A hit of up to ``replayed_tokens`` is useless,
+    because vLLM computes these again. ``goes_alone`` says that the last token of a hit can be
     computed again by itself. ``refusal`` names the group that is not understood, and why.
     """
 
@@ -65,13 +65,13 @@ class Layers:
 
     @property
     def fails_by_block(self) -> bool:
-        """Whether naming the blocks that were not loaded is enough for vLLM to compute them."""
+        """Whether vLLM can compute blocks that were not loaded if it gets only their numbers."""
         is_one = len(self.groups) == 1 and self.goes_alone
         return is_one and not isinstance(self.groups[0], reach.RecurrentState)
 
 
 def layers_of(kv_cache_config: Any, dcp_size: int = 1) -> Layers:
-    """What ``kv_cache_config`` asks of kvferry, with KV spread over ``dcp_size`` ranks."""
+    """Return the groups of ``kv_cache_config``, with KV sharded over ``dcp_size`` ranks."""
     groups: list[reach.Group] = []
     ids: list[int] = []
     specs: list[Any] = []
@@ -101,7 +101,7 @@ def layers_of(kv_cache_config: Any, dcp_size: int = 1) -> Layers:
     compressed = {count for count in per_state if count > 1}
     if has_scratch or compressed:
         step = int(getattr(kv_cache_config, "cache_hit_alignment_tokens", None) or step)
-        # What is still open at the end of a hit is not there: so nothing may be.
+        # Partial state at the end of a hit is not stored: so hits end where there is none.
         groups[0] = replace(groups[0], stops=math.lcm(step, *compressed))
     return Layers(
         tuple(groups),
@@ -112,7 +112,7 @@ def layers_of(kv_cache_config: Any, dcp_size: int = 1) -> Layers:
 
 
 def _name(number: int, group: Any) -> str:
-    """A group's number, kind and first layer, for the log."""
+    """Return a group's number, kind and first layer, for the log."""
     kind = type(specs_of(group.kv_cache_spec)[0]).__name__
     names = list(getattr(group, "layer_names", ()))
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""
@@ -120,7 +120,7 @@ def _name(number: int, group: Any) -> str:
 
 
 def specs_of(spec: Any) -> Sequence[Any]:
-    """The specs of a group's layers, which may differ in size."""
+    """Return the specs of a group's layers, which may differ in size."""
     return list(getattr(spec, "kv_cache_specs", {}).values()) or [spec]
 
 
@@ -129,7 +129,7 @@ def _block_tokens(spec: Any, dcp_size: int) -> int:
 
 
 def _kind_of(spec: Any, dcp_size: int) -> reach.Group | None:
-    """How far one layer reads; None where its blocks are of no use to another request."""
+    """Return which tokens one layer reads; None if its blocks cannot serve another request."""
     kind = type(spec).__name__
     if not all(hasattr(spec, name) for name in _TELLING):
         _require(kind in _KNOWN_BEFORE, "is of a kind that kvferry does not know in this vLLM")
@@ -149,17 +149,17 @@ def _reach_of(spec: Any, block_tokens: int) -> reach.Group:
     _require(not getattr(spec, "non_causal", False), "attends to tokens that come later")
     mode = getattr(spec, "mamba_cache_mode", None)
     if mode is not None:
-        # Only so vLLM keeps a state per block, by the block's hash, and writes it once.
+        # Only in this mode vLLM keeps a state per block, by the block's hash, and writes it once.
         _require(mode == "align", f"keeps no state per block (mamba_cache_mode is {mode})")
         return reach.RecurrentState(block_tokens)
     window = getattr(spec, "sliding_window", None)
     chunk = getattr(spec, "attention_chunk_size", None)
     names = {kind.__name__ for kind in type(spec).__mro__}
-    # vLLM keeps every block of these; what a layer skips it merely does not read.
+    # vLLM keeps every block of these kinds, also blocks that a layer does not read.
     if names & {"FullAttentionSpec", "MLAAttentionSpec"}:
         return reach.FullAttention(block_tokens)
     if window is not None:
-        # The retained tokens are read again where several draft layers look ahead.
+        # The extra tokens are read again when several draft layers look ahead.
         retained = int(getattr(spec, "extra_retained_tokens", 0))
         return reach.SlidingWindow(block_tokens, window=int(window) + retained)
     if chunk is not None:
@@ -168,7 +168,7 @@ def _reach_of(spec: Any, block_tokens: int) -> reach.Group:
 
 
 def _fields_in_use(spec: Any) -> list[str]:
-    """The fields that have another value than their default."""
+    """Return the names of the fields whose value differs from their default."""
     if not is_dataclass(spec):
         return sorted(vars(spec))
     return [

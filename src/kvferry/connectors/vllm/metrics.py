@@ -1,4 +1,4 @@
-"""kvferry's figures in the two shapes that vLLM logs and exports. Of vLLM's own classes."""
+"""kvferry's figures as vLLM logs and exports them: subclasses of vLLM's own classes."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ PREFIX = "vllm:"
 
 _CLASSES: dict[MetricKind, tuple[Any, dict[str, str]]] = {
     MetricKind.COUNTER: (Counter, {}),
-    # Else there would be one from each of vLLM's API servers.
+    # Without this mode there would be one gauge from each of vLLM's API servers.
     MetricKind.GAUGE: (Gauge, {"multiprocess_mode": "mostrecent"}),
 }
 
 
 @dataclass
 class FerryStats(KVConnectorStats):  # type: ignore[misc]
-    """One interval's figures, on their way from vLLM's engine to its front end."""
+    """One interval's figures, which vLLM's engine sends to its front end."""
 
     def reset(self) -> None:
         self.data.clear()
@@ -47,7 +47,7 @@ class FerryStats(KVConnectorStats):  # type: ignore[misc]
 
 
 class FerryMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
-    """The same figures on vLLM's metrics endpoint, our labels after vLLM's."""
+    """Exports the figures on vLLM's metrics endpoint, with our labels after vLLM's."""
 
     def __init__(
         self,

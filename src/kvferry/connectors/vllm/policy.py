@@ -28,13 +28,13 @@ _PERSON = b"kvferry policy\0\0"
 
 
 class _Heard:
-    """That the policy was told of a request; vLLM keeps this with the request."""
+    """Marks a request that the policy has been told of; vLLM keeps it with the request."""
 
 
 class KvferryPolicy(CachePolicy):  # type: ignore[misc]
     """Translates vLLM's policy interface to a :class:`Pool` of chunks, one slot for each.
 
-    The setting ``policy`` (KVFERRY_POLICY) says which policy. Chunks of a request form a chain
+    The setting ``policy`` (KVFERRY_POLICY) names the policy. Chunks of a request form a chain
     across all groups of layers: its end is evicted before its beginning. A chunk in use is leased.
     """
 
@@ -44,23 +44,23 @@ class KvferryPolicy(CachePolicy):  # type: ignore[misc]
         self.clear()
 
     def clear(self) -> None:
-        """Forget every chunk and what the policy has learned."""
+        """Forget every chunk and everything that the policy has learned."""
         self._pool = Pool(self.cache_capacity, self._make)
         self._evicted = self._pool.log.reader((EventKind.EVICT,))
         self._chunks: dict[OffloadKey, ChunkStatus] = {}
         self._names: dict[Key, OffloadKey] = {}
         self._leases: dict[OffloadKey, Lease] = {}
-        self._before: dict[OffloadKey, OffloadKey] = {}  # of the request that stores next
+        self._before: dict[OffloadKey, OffloadKey] = {}  # key before each, in the request to store
         self._arriving = Keys.empty()
 
     def get(self, key: OffloadKey) -> ChunkStatus | None:
-        """The chunk of this key; None where there is none."""
+        """Return the chunk of this key; None if there is none."""
         return self._chunks.get(key)
 
     def insert(
         self, key: OffloadKey, chunk: ChunkStatus, req_context: ReqContext | None = None
     ) -> None:
-        """Add a chunk behind the one that its request has before it."""
+        """Add a chunk after its request's nearest earlier chunk that is in the pool."""
         before = self._before.get(key)
         while before is not None and before not in self._chunks:
             before = self._before.get(before)
@@ -79,11 +79,11 @@ class KvferryPolicy(CachePolicy):  # type: ignore[misc]
         self._leases.pop(key).spoil()
 
     def touch(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> None:
-        """These chunks were used."""
+        """Note that these chunks were used."""
         self._pool.touch(_keys(keys))
 
     def on_store_miss(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> None:
-        """A request is about to store these chunks, in the order of its tokens."""
+        """Note that a request is about to store these chunks, in the order of its tokens."""
         missing = list(keys)
         ordered = self._hear(req_context, missing)
         self._before = dict(zip(ordered[1:], ordered[:-1], strict=True))
@@ -96,13 +96,13 @@ class KvferryPolicy(CachePolicy):  # type: ignore[misc]
         reused_keys: set[OffloadKey],
         req_context: ReqContext,
     ) -> None:
-        """Of what a request came by, the chunks that it reused were used."""
+        """Note that an ended request used the chunks that it reused."""
         ordered = order_request_keys(key_groups, req_context)
         self._hear(req_context, ordered)
         self.touch([key for key in ordered if key in reused_keys], req_context)
 
     def _hear(self, request: ReqContext, some: list[OffloadKey]) -> list[OffloadKey]:
-        """All keys of a request in order, as far as vLLM says; tell the policy of them once."""
+        """Return a request's keys in order, as far as vLLM says; tell the policy of them once."""
         positions = dict(getattr(request, "_offload_key_positions", {}))
         ordered = sorted(positions, key=positions.__getitem__) if positions else some
         if request.get_state(_Heard) is None:
@@ -115,7 +115,7 @@ class KvferryPolicy(CachePolicy):  # type: ignore[misc]
     def evict(
         self, n: int, protected: set[OffloadKey]
     ) -> list[tuple[OffloadKey, ChunkStatus]] | None:
-        """Evict exactly so many chunks and return them; or none of them, and return None."""
+        """Evict exactly ``n`` chunks and return them; if too few can go, evict none: None."""
         pool = self._pool
         own = pool.find(_keys(key for key in protected if key in self._chunks))
         nowhere = np.full(len(self._arriving), NO_SLOT)
@@ -127,18 +127,18 @@ class KvferryPolicy(CachePolicy):  # type: ignore[misc]
             for key in going:
                 del self._names[_key(key)]
             return [(key, self._chunks.pop(key)) for key in going]
-        for key in going:  # too few could go: they stay, each on its own
+        for key in going:  # too few could be evicted: add them again, without their chains
             lease = pool.reserve(_keys([key]), chained=False)
             assert lease is not None
             lease.commit()
         return None
 
     def mark_evictable(self, key: OffloadKey) -> None:
-        """No transfer uses this chunk any more."""
+        """Note that no transfer uses this chunk any more."""
         self._leases.pop(key).release()
 
     def mark_non_evictable(self, key: OffloadKey) -> None:
-        """A transfer uses this chunk."""
+        """Note that a transfer uses this chunk."""
         lease = self._pool.lease(_keys([key]))
         assert lease is not None
         self._leases[key] = lease

@@ -1,4 +1,4 @@
-"""vLLM's configuration as kvferry's settings, groups, namespace and ranks. Pure functions."""
+"""Translates vLLM's configuration to kvferry's groups, namespace and ranks. Pure functions."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from kvferry.rank import Contents
 from kvferry.types import Rank
 
 _CONTEXT_SIZES = ("decode_context_parallel_size", "prefill_context_parallel_size")
-"""How many ranks share a request's tokens: in the first case each has its part of every block."""
+"""Settings of how many ranks share a request's tokens; by the first, each has part of a block."""
 
 _INTERLEAVED = ("cp_kv_cache_interleave_size", "dcp_kv_cache_interleave_size")
-"""How many neighbours among the tokens one of these ranks has."""
+"""Settings of how many consecutive tokens one of these ranks has."""
 
 
 _VAIN_ROLES = {
@@ -38,11 +38,11 @@ _VAIN_ROLES = {
 
 
 def support_of(vllm_config: Any, kv_cache_config: Any, *, recomputes_requests: bool) -> Layers:
-    """The model's groups as kinds of reach, or why we leave it alone.
+    """Return the model's groups, or a refusal: why kvferry does not serve this model.
 
-    ``recomputes_requests`` says that this vLLM can be told of a failed load by request. Without it,
-    it can only be told by block, and finds its way back from that with one group of attention: else
-    a failed load would be the end of the engine, so no hit is ever claimed.
+    ``recomputes_requests`` says that this vLLM takes failed loads by request. Without it, vLLM
+    takes them by block, and recovers only with one group of attention. Other models are refused,
+    because a failed load would stop the engine.
     """
     num_groups = len(kv_cache_config.kv_cache_groups)
     if not vllm_config.cache_config.enable_prefix_caching:
@@ -75,11 +75,11 @@ def support_of(vllm_config: Any, kv_cache_config: Any, *, recomputes_requests: b
 
 
 def vain_settings(vllm_config: Any, config: Config, layers: Layers, version: str) -> list[str]:
-    """Why a tier of this server can never bring a hit, and what to change, each in a sentence."""
+    """Return warnings of settings with which a tier can never give a hit, and what to change."""
     if layers.refusal:
         return []
     found = []
-    lasting = [str(spec.name) for spec in config.all_tiers if spec.outlives_us]
+    lasting = [str(spec.name) for spec in config.all_tiers if spec.persists]
     algorithm = _hash_algorithm(vllm_config)
     is_random = not seeds_are_fixed(version) or algorithm.startswith("xxhash")
     if lasting and is_random and "PYTHONHASHSEED" not in os.environ:
@@ -112,20 +112,20 @@ def _hash_algorithm(vllm_config: Any) -> str:
 
 
 def _uses_drafts(vllm_config: Any) -> bool:
-    """Whether a draft model's layers run behind the model's own, and keep KV as well."""
+    """Whether a draft model's layers run after the model's own, and keep KV as well."""
     speculative = vllm_config.speculative_config
     return speculative is not None and bool(speculative.use_eagle())
 
 
 def _size(vllm_config: Any, name: str) -> int:
-    """A number of ranks, 1 where this vLLM has no such thing."""
+    """Return a number of ranks from the parallel configuration; 1 if this vLLM lacks it."""
     return int(getattr(vllm_config.parallel_config, name, None) or 1)
 
 
 def preferred_layout() -> str | None:
-    """The layout that makes a block one run of bytes, where vLLM has it; it takes it or leaves it.
+    """Return the layout that makes a block one run of bytes; None if this vLLM has no such layout.
 
-    Asked on a GPU only: the CPU's attention reads no other layout than its own.
+    vLLM need not use it. Only for CUDA GPUs: attention on a CPU reads no layout but its own.
     """
     from vllm.platforms import current_platform
 
@@ -137,9 +137,9 @@ def preferred_layout() -> str | None:
 
 
 def namespace_of(vllm_config: Any, kv_cache_config: Any) -> Namespace:
-    """Everything besides the tokens that decides a block's bytes, for hash blocks of one token.
+    """Return all that decides a block's bytes besides its tokens, for hash blocks of one token.
 
-    What belongs to one request (its salt, its adapter, its images) is part of vLLM's block hashes.
+    vLLM's block hashes cover what belongs to one request: its salt, its adapter, its images.
     """
     model, cache = vllm_config.model_config, vllm_config.cache_config
     parallel = vllm_config.parallel_config
@@ -153,7 +153,7 @@ def namespace_of(vllm_config: Any, kv_cache_config: Any) -> Namespace:
         },
         "lora": vllm_config.lora_config is not None,
     }
-    # Which rank has which tokens of a block; nothing where each has all of them.
+    # Which rank has which tokens of a block; left out if each has all of them.
     context = {name: _size(vllm_config, name) for name in _CONTEXT_SIZES + _INTERLEAVED}
     divides = any(context[name] > 1 for name in _CONTEXT_SIZES)
     geometry = {
@@ -176,7 +176,7 @@ def namespace_of(vllm_config: Any, kv_cache_config: Any) -> Namespace:
 
 
 def contents_of(vllm_config: Any, kv_cache_config: Any) -> Contents:
-    """What a worker's blocks are; the weights are its own to look at."""
+    """Return the identity of a worker's blocks; the worker adds digests of its weights."""
     parallel = vllm_config.parallel_config
     engine = int(getattr(parallel, "data_parallel_rank", 0) or 0)
     return Contents(
@@ -188,17 +188,17 @@ def contents_of(vllm_config: Any, kv_cache_config: Any) -> Contents:
 
 
 def place_of(vllm_config: Any, kv_cache_config: Any) -> RankPlace:
-    """This worker among the others."""
+    """Return this worker's rank and the number of ranks, and whether all hold the same KV."""
     parallel = vllm_config.parallel_config
     num_ranks = int(parallel.world_size)
-    # As far as vLLM says: all of them where it counts no hosts.
+    # A vLLM that does not say how many ranks are on this host: count all of them.
     here = int(getattr(parallel, "local_world_size", None) or num_ranks)
     replicates = num_ranks > 1 and here == num_ranks == _num_replicas(vllm_config, kv_cache_config)
     return RankPlace(Rank(int(parallel.rank)), num_ranks, here, replicates)
 
 
 def _num_replicas(vllm_config: Any, kv_cache_config: Any) -> int:
-    """Tensor-parallel ranks that hold the same KV, in every layer."""
+    """Return how many tensor-parallel ranks hold the same KV in every layer."""
     told = getattr(kv_cache_config, "kv_tp_replicas", None)
     if told is not None:
         return int(told)
@@ -210,9 +210,9 @@ def _num_replicas(vllm_config: Any, kv_cache_config: Any) -> int:
 def setup_of(
     vllm_config: Any, kv_cache_config: Any, config: Config, layers: Layers
 ) -> SessionSetup:
-    """The scheduler side of one server; ConfigError for a policy that does not exist."""
+    """Return the scheduler side's setup of one server; ConfigError for an unknown policy."""
     for policy in (config.policy, config.tier_policy):
-        policy_named(policy)  # refused now, like any other setting, not once ranks are up
+        policy_named(policy)  # refuse it now, like any other setting, not when ranks report
     parallel = vllm_config.parallel_config
     events = getattr(vllm_config, "kv_events_config", None)
     has_listeners = events is not None and bool(events.enable_kv_cache_events)
@@ -244,17 +244,17 @@ def setup_of(
 
 
 def _lookahead(vllm_config: Any) -> int:
-    """Tokens behind a block that its KV of draft layers was computed with; 0 without those."""
+    """Return how many tokens after a block its draft layers' KV depends on; 0 without drafts."""
     if not _uses_drafts(vllm_config):
         return 0
     told = getattr(vllm_config, "num_prefill_lookahead_tokens", None)
-    if told is None:  # an older vLLM: no module of a chain looks further than all of them
+    if told is None:  # an older vLLM: no draft module looks further ahead than their number
         told = vllm_config.speculative_config.num_speculative_tokens
     return max(1, int(told or 1))
 
 
 def _overlap_refusal(setup: SessionSetup, parallel: Any) -> str:
-    """Why no request of this server may run before its load has landed; empty where it may."""
+    """Return why no request may run before its load has landed; empty if requests may."""
     if len(setup.groups) != 1 or not setup.is_full or not setup.goes_alone:
         return "only one group of full attention can be waited for layer by layer"
     if setup.lookahead_tokens:

@@ -55,7 +55,7 @@ class KvferryTier(SecondaryTierManager):  # type: ignore[misc]
         revision: str = "",
         **settings: Any,
     ) -> None:
-        """Open the tiers; ConfigError where a setting is wrong or names no tier.
+        """Open the tiers; ConfigError if a setting is wrong or none names a tier.
 
         ``revision`` says which weights the server runs; it must change with them. All other options
         are kvferry's settings for disks and shared stores.
@@ -80,7 +80,7 @@ class KvferryTier(SecondaryTierManager):  # type: ignore[misc]
         self._to_ask: dict[OffloadKey, None] = {}
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        """A hit, a miss, or RETRY until a shared store has answered."""
+        """Return HIT or MISS, or RETRY until a shared store has answered."""
         found = self._storage.lookup(_keys([key]), ask=False)
         if found.ready[0]:
             return LookupResult.HIT
@@ -96,11 +96,11 @@ class KvferryTier(SecondaryTierManager):  # type: ignore[misc]
             self._to_ask.clear()
 
     def submit_store(self, job_metadata: TransferJob) -> None:
-        """Copy chunks down; those that are there already are skipped."""
+        """Start to copy chunks down; skip chunks that the tiers have already."""
         self._submit(self._storage.store, job_metadata)
 
     def submit_load(self, job_metadata: TransferJob) -> None:
-        """Copy chunks up into the primary tier."""
+        """Start to copy chunks up into the primary tier."""
         self._submit(self._storage.load, job_metadata)
 
     def _submit(self, verb: Any, job: TransferJob) -> None:
@@ -109,7 +109,7 @@ class KvferryTier(SecondaryTierManager):  # type: ignore[misc]
         self._jobs[begun] = job
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
-        """The jobs that ended; of a load that came up in part, the chunks that did."""
+        """Return the jobs that ended; for a partly failed load, with the chunks it loaded."""
         results = []
         self._storage.poll()
         for done in [each for each in self._jobs if each.is_done]:
@@ -123,23 +123,23 @@ class KvferryTier(SecondaryTierManager):  # type: ignore[misc]
         return results
 
     def has_pending_work(self) -> bool:
-        """Whether vLLM must go on stepping for answers to arrive."""
+        """Whether vLLM must keep stepping for jobs and answers to arrive."""
         return self._storage.is_busy or bool(self._to_ask)
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        """These chunks were used; their first is evicted last."""
+        """Note that these chunks were used; the first of them is evicted last."""
         self._storage.touch(_keys(reversed(list(keys))))
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        """This tier has no wishes for single requests."""
+        """Return an empty context: this tier needs nothing for single requests."""
         return RequestOffloadingContext()
 
     def drain_jobs(self) -> None:
-        """Wait until no copy touches the primary tier; every tier's deadline bounds that."""
+        """Wait until no copy touches the primary tier; each tier's deadlines bound the wait."""
         self._storage.drain()
 
     def shutdown(self) -> None:
-        """Finish what is under way and close the tiers."""
+        """Finish the copies under way and close the tiers."""
         self._storage.close()
 
 
@@ -148,7 +148,7 @@ def _keys(keys: Iterable[OffloadKey]) -> Keys:
 
 
 def _setup(spec: OffloadingSpec, revision: str, chunk_bytes: int) -> TierSetup:
-    """What decides a chunk's bytes: model, weights, dtypes, layout, and how it is sharded."""
+    """Return all that decides a chunk's bytes: model, weights, dtypes, layout and sharding."""
     config = spec.config
     parallel = config.parallel
     engines = parallel.data_parallel_size if parallel.data_parallel_rank_local is None else 1

@@ -1,4 +1,4 @@
-"""Which vLLM versions the connector was tested with, and whether a newer one's hooks fit it."""
+"""The vLLM versions that the connector was tested with, and checks of a newer one's hooks."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ OLDEST = (0, 26)
 NEWEST = (0, 33)
 
 _FIXED_SEEDS = (0, 29)
-"""From here on a cryptographic block hash, the default, has the same seed in every process."""
+"""From this version on, cryptographic block hashes, the default, have one seed in all processes."""
 
 _OF_OLDER_ONES = {"prefer_cross_layer_blocks", "register_cross_layers_kv_cache"}
-"""Hooks of ours that the newest tested vLLM no longer asks for."""
+"""Hooks of ours that the newest tested vLLM no longer calls."""
 
 _CALLED = ("_get_connector_metadata",)
-"""What we call on vLLM's base class and do not have ourselves."""
+"""Methods of vLLM's base class that our connector calls and does not define."""
 
 
 def refusal(version: str) -> str:
-    """Why a vLLM of this version is refused whatever its hooks are; empty where it is not."""
+    """Return why a vLLM of this version is refused whatever its hooks are; empty if it is not."""
     if (_number(version) or (0, 0)) >= OLDEST:
         return ""
     return (
@@ -41,7 +41,7 @@ def is_newer(version: str) -> bool:
 
 
 def require_fit(version: str, connector: type) -> None:
-    """Refuse a vLLM too old for ``connector``, or one so new that its hooks are other ones.
+    """Raise ConfigError for a vLLM too old for ``connector``, or so new that its hooks differ.
 
     A newer vLLM whose hooks fit is served, with a warning.
     """
@@ -64,7 +64,7 @@ def require_fit(version: str, connector: type) -> None:
 
 
 def misfits(connector: type) -> list[str]:
-    """What in the classes above ``connector`` is not as its own hooks expect, in words."""
+    """Return, in words, each hook of ``connector`` that does not fit vLLM's base classes."""
     wrong = [f"{name} is no more" for name in _CALLED if not hasattr(connector, name)]
     for name, ours in vars(connector).items():
         if _function(ours) is None or (name.startswith("_") and name != "__init__"):
@@ -82,11 +82,11 @@ def misfits(connector: type) -> list[str]:
 
 
 def _takes(ours: inspect.Signature, theirs: inspect.Signature) -> bool:
-    """Whether every call that fits ``theirs``, by place or by name, means the same to ``ours``."""
+    """Whether each call that fits ``theirs``, by position or name, means the same to ``ours``."""
     mine = list(ours.parameters.values())
     asked = list(theirs.parameters.values())
     may_be_missing = {p.name for p in asked if p.default is not p.empty}
-    may_be_missing |= {p.name for p in mine[len(asked) :]}  # theirs never gives these
+    may_be_missing |= {p.name for p in mine[len(asked) :]}  # no caller of ``theirs`` passes these
     same = [(p.name, p.kind) for p in mine[: len(asked)]] == [(p.name, p.kind) for p in asked]
     return same and all(p.default is not p.empty for p in mine if p.name in may_be_missing)
 
@@ -100,7 +100,7 @@ def _function(member: Any) -> FunctionType | None:
 
 
 def _signature(member: Any) -> inspect.Signature:
-    """Names and defaults alone: annotations say the same in many ways."""
+    """Return a signature without annotations, which can write the same type in many ways."""
     function = _function(member)
     assert function is not None
     signature = inspect.signature(function)
@@ -109,7 +109,7 @@ def _signature(member: Any) -> inspect.Signature:
 
 
 def seeds_are_fixed(version: str) -> bool:
-    """Whether all processes of this vLLM name a block alike though PYTHONHASHSEED is not set."""
+    """Whether all processes of this vLLM hash a block alike even without PYTHONHASHSEED."""
     return (_number(version) or (0, 0)) >= _FIXED_SEEDS
 
 

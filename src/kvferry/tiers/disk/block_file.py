@@ -1,13 +1,13 @@
-"""The file of blocks, and the proofs that its bytes are the blocks that were written.
+"""The file of a store's blocks, and the proofs that bytes read are the blocks that were written.
 
-Place ``p`` is the ``pitch`` bytes from ``p * pitch`` on. Neighbouring places are read and written
-by one long call. O_DIRECT where the file system has it: the page cache would only hold a second
-copy of what host memory holds. Elsewhere ordinary calls, and the kernel is told to drop the pages.
+Place ``p`` (a slot on disk) is the ``pitch`` bytes from ``p * pitch`` on. Adjacent places are read
+and written by one long call. Calls use O_DIRECT if the file system has it: the page cache would
+only hold a second copy of what host memory holds. Otherwise the kernel is told to drop the pages.
 
-A proof covers a block's content, its key and its place. Without a key it is xxh3-128 over the
+A proof covers a block's content, its key and its place. Without encryption it is xxh3-128 over the
 bytes, seeded by key, place and store: a block that was damaged, mixed up by the drive, or left by
-another store does not match. With a key it is AES-256-GCM with key, place and store as associated
-data; the tag is the proof, and the drive sees no plain byte.
+another store does not match. With encryption it is AES-256-GCM with key, place and store as
+associated data; the tag is the proof, and the drive holds no plaintext.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _Call = Callable[[int, list[memoryview], int], int]
 
 
 class BlockFile:
-    """Places on one drive. Owns the descriptor. Any thread may read and write."""
+    """The places of one store on a drive. Owns the descriptor. Any thread may read and write."""
 
     def __init__(self, path: str, pitch: int) -> None:
         self._path = path
@@ -68,10 +68,10 @@ class BlockFile:
     def move(
         self, way: Way, places: Numbers, slots: Numbers, buffer: Buffer
     ) -> Iterator[tuple[int, int, Exception | None]]:
-        """Read or write blocks, a call for each run of neighbours; yield what became of each range.
+        """Read or write blocks, one call per run of adjacent places; yield ranges and their errors.
 
-        ``slots`` are their positions in the buffer. Where a run fails its blocks are tried alone:
-        one bad block is one bad block.
+        ``slots`` are the blocks' positions in the buffer. The blocks of a failed run are tried one
+        by one: one bad block fails alone.
         """
         call = self.read if way is Way.READ else self.write
         there, here = places.tolist(), slots.tolist()
@@ -80,7 +80,7 @@ class BlockFile:
             start, end = here[first] * self._pitch, (here[first] + last - first) * self._pitch
             try:
                 call(there[first], buffer.stored[start:end])
-            except Exception as error:  # whatever a drive on a bad day makes the kernel say
+            except Exception as error:  # a faulty drive may raise anything
                 return error
             return None
 
@@ -105,7 +105,7 @@ class BlockFile:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the file system has reserved all its bytes: writing cannot make it grow."""
+        """Whether the file system has reserved the whole file: writing cannot make it grow."""
         found = os.fstat(self._fd)
         return found.st_blocks * 512 >= found.st_size
 
@@ -120,7 +120,7 @@ class BlockFile:
         except OSError as error:
             if error.errno != errno.EINVAL or not self.is_direct:
                 raise
-        # The file system took the flag and refuses the call: go on without the flag.
+        # The file system accepted O_DIRECT at open and refuses it now: go on without.
         flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
         fcntl.fcntl(self._fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)
         self.is_direct = False
@@ -131,9 +131,9 @@ Proofs = npt.NDArray[np.uint8]
 
 
 class Buffer:
-    """Blocks in transit, ``pitch`` bytes apart.
+    """Holds blocks on their way between engine and drive, ``pitch`` bytes apart.
 
-    ``plain`` as the engine has them, ``stored`` as the drive has them; one memory without a key.
+    ``plain`` is the engine's form, ``stored`` the drive's; one memory without encryption.
     """
 
     def __init__(self, num_blocks: int, pitch: int, *, is_sealed: bool) -> None:
@@ -146,8 +146,8 @@ class Buffer:
             self.stored = PrivateMemory(num_blocks * pitch + TAG_BYTES).bytes.data
 
 
-class Digests:
-    """Proofs by xxh3-128: they find every fault of a drive, but no forgery."""
+class HashProver:
+    """Makes proofs with xxh3-128: they detect every fault of a drive, but no forgery."""
 
     proof_bytes = HASH_BYTES
     is_sealed = False
@@ -163,7 +163,7 @@ class Digests:
         self._store = hashlib.blake2b(store, digest_size=32, person=b"kvferry-digest").digest()
 
     def prove(self, buffer: Buffer, places: Numbers, keys: Words) -> Proofs:
-        """Bring blocks 0, 1, ... of the buffer from plain to stored; return a proof of each."""
+        """Convert blocks 0, 1, ... of the buffer from plain to stored; return their proofs."""
         names = _names(places, keys, self._store)
         starts = range(0, len(names) * buffer.pitch, buffer.pitch)
         size, plain = self._block_bytes, buffer.plain
@@ -176,12 +176,12 @@ class Digests:
         ).reshape(-1, self.proof_bytes)
 
     def check(self, buffer: Buffer, places: Numbers, keys: Words, proofs: Proofs) -> Flags:
-        """Bring blocks 0, 1, ... from stored to plain; return which match their proofs."""
+        """Convert blocks 0, 1, ... from stored to plain; return which match their proofs."""
         return (self.prove(buffer, places, keys) == proofs).all(axis=1)
 
 
-class Seals:
-    """Proofs by AES-256-GCM under a key of the store's own; methods as those of Digests."""
+class AesProver:
+    """Makes proofs with AES-256-GCM under a key of the store's own; methods as in HashProver."""
 
     proof_bytes = SEAL_BYTES
     is_sealed = True
@@ -196,7 +196,7 @@ class Seals:
         for at, name in enumerate(_names(places, keys, self._store)):
             start = at * buffer.pitch
             end = start + self._block_bytes
-            # The tag lands where the next block begins, which comes next and overwrites it.
+            # The tag may overlap the next block, which is sealed after it and overwrites it.
             out = buffer.stored[start : end + TAG_BYTES]
             nonce = self._cipher.seal(buffer.plain[start:end], name, out)
             proofs[at] = np.frombuffer(nonce + bytes(out[-TAG_BYTES:]), dtype=np.uint8)
@@ -218,28 +218,28 @@ class Seals:
         return ok
 
 
-Prover = Digests | Seals
+Prover = HashProver | AesProver
 
 
 def open_prover(block_bytes: int, store: bytes, key: bytes | None) -> Prover:
-    """Return what makes and checks the proofs of the store with this id."""
-    return Digests(block_bytes, store) if key is None else Seals(block_bytes, store, key)
+    """Return the object that makes and checks proofs: HashProver without a key, else AesProver."""
+    return HashProver(block_bytes, store) if key is None else AesProver(block_bytes, store, key)
 
 
 def store_key(key: bytes, store: bytes) -> bytes:
-    """Return the key of one store: no two ranks or drives share a cipher's nonces."""
+    """Derive one store's key from ``key``: no two ranks or drives share a cipher's nonces."""
     return derived_key(key, store, b"kvferry-store")
 
 
 def key_check(key: bytes, store: bytes) -> bytes:
-    """Return what a store keeps to recognise a wrong key; it reveals nothing of the key."""
+    """Return the digest by which a store detects a wrong key; it reveals nothing of the key."""
     return hashlib.blake2b(
         b"check", key=store_key(key, store), digest_size=16, person=b"kvferry-check"
     ).digest()
 
 
 def _names(places: Numbers, keys: Words, store: bytes) -> list[bytes]:
-    """Return, for each block, its key, its place and its store as one text of bytes."""
+    """Return for each block its key, its place and its store as one byte string."""
     key, place = keys.tobytes(), places.tobytes()
     return [
         key[32 * at : 32 * at + 32] + place[8 * at : 8 * at + 8] + store

@@ -1,8 +1,8 @@
-"""A drive process: one store on one drive, served to one engine.
+"""A drive process: serves one store on one drive to one engine.
 
-It is a process of its own because its threads call the kernel and the hash for every few megabytes:
-inside the engine each of these calls would wait for the engine's interpreter. And what hangs in the
-kernel can keep its own process from ending, but not the engine.
+Its threads call the kernel and the hash for every few megabytes. Inside the engine, each of these
+calls would wait for the engine's interpreter. And a thread that hangs in the kernel can keep its
+own process from ending, but not the engine.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from kvferry.tiers.ipc.messages import Channel, FrameKind, frame
 log = logging.getLogger(__name__)
 
 BEAT_SECONDS = 0.1
-"""How often a drive says that it is alive, and looks for what is late."""
+"""Seconds between a drive's heartbeats, and between its checks for overdue jobs."""
 
 _CLOSE_SECONDS = 5.0
 _PATIENCE = 3.0
-"""Seconds for another process to let a store go: one whose engine died has ended by then."""
+"""Seconds to wait until another process releases the store: one without its engine ends sooner."""
 
 
 class DriveServer:
-    """Owns everything of one drive process, and takes it apart in order."""
+    """Owns all parts of one drive process, and closes them in order."""
 
     def __init__(
         self, engine: child.EngineLink, *, open_file: Callable[..., BlockFile] = BlockFile
@@ -52,9 +52,9 @@ class DriveServer:
         self._is_hung = False
 
     def serve(self) -> None:
-        """Open the store and serve it until the engine hangs up or is gone.
+        """Open the store and serve it until the channel ends or the drive fails.
 
-        Raises what opening raises.
+        Exceptions of opening pass through.
         """
         self._open(pickle.loads(self._engine.hello))
         sweep_at = 0.0
@@ -62,7 +62,7 @@ class DriveServer:
             while not (self._channel.is_ended or self._health.failure):
                 self._channel.wait(BEAT_SECONDS)
                 for kind, body in self._channel.receive():
-                    self._obey(kind, body)
+                    self._handle(kind, body)
                 if time.monotonic() >= sweep_at:
                     self._sweep()
                     sweep_at = time.monotonic() + BEAT_SECONDS / 2
@@ -70,7 +70,7 @@ class DriveServer:
             self._close()
 
     def _open(self, setup: DriveSetup) -> None:
-        store = self._store = _open_patiently(setup, self._channel)
+        store = self._store = _open_when_free(setup, self._channel)
         pitch = store.superblock.identity.pitch
         store_id = store.superblock.store_id
         prover = open_prover(setup.identity.block_bytes, store_id, setup.key)
@@ -90,7 +90,7 @@ class DriveServer:
         if setup.write_per_day is not None:
             path = store.folder / state.FILE_NAME
             self._budget = state.DayBudget(DiskFile(path), setup.write_per_day)
-        self._commits = io_workers.Commits(
+        self._commits = io_workers.Committer(
             store.index,
             file,
             health,
@@ -130,7 +130,7 @@ class DriveServer:
         )
         self._channel.send(frame(FrameKind.READY, pickle.dumps(ready)))
 
-    def _obey(self, kind: FrameKind, body: bytes) -> None:
+    def _handle(self, kind: FrameKind, body: bytes) -> None:
         if kind is FrameKind.ORDER:
             self._queue.submit(*messages.unpack_order(body))
         elif kind is FrameKind.FORGET:
@@ -149,7 +149,7 @@ class DriveServer:
             self._health.end(hung)
 
     def _close(self) -> None:
-        """Commit what is there and go. What hangs is left: the process ends all the same."""
+        """Commit and close. A drive that hangs is left as it is: the process ends all the same."""
         if self._is_hung:
             return
         end = time.monotonic() + _CLOSE_SECONDS
@@ -158,15 +158,15 @@ class DriveServer:
             self._file.close()
             try:
                 self._store.close()
-            except KvferryError as error:  # what was promised is on the medium all the same
+            except KvferryError as error:  # blocks that were durable stay so
                 log.warning("the last commit failed: %s", error)
 
 
-def _open_patiently(setup: DriveSetup, channel: Channel) -> Store:
-    """Open the store; wait a while for a process that has it open.
+def _open_when_free(setup: DriveSetup, channel: Channel) -> Store:
+    """Open the store; wait ``_PATIENCE`` seconds while another process has it open.
 
-    The drive process of an engine that was just killed may have its last commit still to do. If our
-    engine hangs up meanwhile, because it was interrupted, it need not wait for us.
+    The drive process of an engine that was just killed may still make its last commit. Waiting ends
+    early if our engine hangs up, because it was interrupted.
     """
     if setup.before is not None and os.stat(setup.path).st_dev != setup.before.device:
         raise StoreError(f"{setup.path} is on another file system than it was: is it mounted?")
@@ -183,7 +183,7 @@ def _open_patiently(setup: DriveSetup, channel: Channel) -> Store:
                 on_behalf_of=setup.pid,
             )
         except StoreInUseError:
-            channel.receive(0)  # finds out whether the engine is there; takes no frame
+            channel.receive(0)  # notices if the engine hung up; takes no frame
             if time.monotonic() - began > _PATIENCE or channel.is_ended:
                 raise
             time.sleep(0.05)

@@ -1,7 +1,7 @@
-"""Files of a store: opened without following links, given their bytes, synced.
+"""Files of a store: opened without following links, preallocated, synced.
 
-A name in a store's folder that is a link, a pipe or anything else but a plain file is not ours:
-nothing is read from it or written to it, and the error names it.
+A name in a store's folder that is a link, a pipe or anything but a plain file is not ours. It is
+neither read nor written, and the error names it.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ import numpy.typing as npt
 from kvferry.errors import StoreError
 
 SECTOR = 4096
-"""What O_DIRECT needs addresses, offsets and lengths to be multiples of."""
+"""Addresses, offsets and lengths must be multiples of this for O_DIRECT, in bytes."""
 
 SECTOR_BYTES = 512
-"""What a power cut leaves whole, old or new."""
+"""Bytes that a power cut leaves whole, either old or new."""
 
 DIGEST_BYTES = 16
 
@@ -33,7 +33,7 @@ _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def open_folder(path: Path) -> int:
-    """Return a descriptor of a directory that is no link. StoreError if it is anything else."""
+    """Open a directory and return its descriptor. StoreError if it is a link or no directory."""
     try:
         return os.open(path, _DIRECTORY)
     except OSError as error:
@@ -45,7 +45,7 @@ def open_folder(path: Path) -> int:
 
 
 def open_file(name: str, flags: int, folder: int | None = None) -> int:
-    """Open a plain file, in ``folder`` if given; a link or a pipe is a StoreError that names it."""
+    """Open a plain file, in ``folder`` if given. StoreError, naming it, if it is not plain."""
     # Without O_NONBLOCK opening a pipe waits for its other end.
     flags |= os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
@@ -64,7 +64,7 @@ def _not_plain(path: str | Path) -> StoreError:
 
 
 def require_plain(path: Path, folder: int) -> None:
-    """StoreError, with its path, if a folder has a name that is no plain file."""
+    """Raise StoreError, with the path, if a name in a folder is no plain file."""
     for name in os.listdir(folder):
         if not stat.S_ISREG(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
             raise _not_plain(path / name)
@@ -73,9 +73,9 @@ def require_plain(path: Path, folder: int) -> None:
 class DiskFile:
     """A file of a store, open for reading or for both. Writes go through the page cache.
 
-    Every call may raise OSError. After a failed ``sync`` nothing written since the last good one
-    may be taken to be on the medium, not even after another ``sync`` that succeeds: the kernel has
-    forgotten that those bytes were still to be written. They must be written again.
+    Every call may raise OSError. After a failed ``sync``, nothing written since the last good one
+    is certainly on the medium, not even after a later ``sync`` succeeds. The kernel has forgotten
+    that those bytes were still to be written. They must be written again.
     """
 
     def __init__(self, path: Path, *, writable: bool = True) -> None:
@@ -85,7 +85,7 @@ class DiskFile:
         return os.pread(self._fd, count, offset)
 
     def write_at(self, offset: int, data: memoryview) -> int:
-        """Write bytes from the first on; return how many were taken."""
+        """Write from the start of ``data``; return the number of bytes written."""
         return os.pwrite(self._fd, data, offset)
 
     def sync(self) -> None:
@@ -93,7 +93,7 @@ class DiskFile:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Keep other processes that do the same out. Waits for them."""
+        """Hold the file's lock against other processes. Waits until they release it."""
         fcntl.flock(self._fd, fcntl.LOCK_EX)
         try:
             yield
@@ -101,14 +101,14 @@ class DiskFile:
             fcntl.flock(self._fd, fcntl.LOCK_UN)
 
     def close(self) -> None:
-        """Give the file back; later calls raise OSError. Safe to call twice."""
+        """Close the file; later calls raise OSError. Safe to call twice."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
 
 
 def create_file(path: Path, num_bytes: int) -> None:
-    """Make a small file of zeros, in place of what it held; on the medium on return."""
+    """Create a small file, or overwrite its start, with ``num_bytes`` zeros; durable on return."""
     fd = open_file(str(path), os.O_RDWR | os.O_CREAT)
     try:
         os.pwrite(fd, bytes(num_bytes), 0)
@@ -118,7 +118,7 @@ def create_file(path: Path, num_bytes: int) -> None:
 
 
 def write_whole(file: DiskFile, offset: int, data: bytes | bytearray | memoryview) -> None:
-    """Write all of ``data``, however short the single writes are."""
+    """Write all of ``data``, in as many calls as it takes."""
     rest = memoryview(data).cast("B")
     while rest:
         taken = file.write_at(offset, rest)
@@ -129,7 +129,7 @@ def write_whole(file: DiskFile, offset: int, data: bytes | bytearray | memoryvie
 
 
 def read_whole(file: DiskFile, offset: int, count: int) -> bytes:
-    """Return ``count`` bytes, or fewer where the file ends."""
+    """Return ``count`` bytes, or fewer if the file ends."""
     data = b""
     while len(data) < count and (part := file.read_at(offset + len(data), count - len(data))):
         data = data + part if data else part
@@ -137,7 +137,7 @@ def read_whole(file: DiskFile, offset: int, count: int) -> bytes:
 
 
 def runs(*positions: npt.NDArray[np.int64]) -> list[tuple[int, int]]:
-    """Return the ranges within which all of these go up by one: neighbours, for one long call."""
+    """Return the index ranges within which all arrays go up by one: each is one long call."""
     if not len(positions[0]):
         return []
     steps = [np.flatnonzero(np.diff(each) != 1) + 1 for each in positions]
@@ -146,7 +146,7 @@ def runs(*positions: npt.NDArray[np.int64]) -> list[tuple[int, int]]:
 
 
 def sync_folder(folder: Path) -> None:
-    """Return once names made, changed and removed in ``folder`` are on the medium."""
+    """Sync a folder: names created, changed and removed in it are on the medium on return."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
@@ -163,17 +163,17 @@ _STEP = 1 << 30
 
 
 def allocate(path: Path, num_bytes: int) -> bool:
-    """Make ``path`` exactly so long, with its new bytes reserved on the file system.
+    """Make ``path`` exactly ``num_bytes`` long, its new bytes reserved on the file system.
 
-    Returns whether the file system could reserve them; if not, the file is sparse and grows as it
-    is written. Raises OSError if there is no room; the file is then as long as it was.
+    Returns whether the file system could reserve them; if not, the file is sparse and takes space
+    as it is written. Raises OSError if there is no room; the file is then as long as it was.
     """
-    # Not posix_fallocate: where the file system has no such call it writes zeros, for minutes.
+    # Not posix_fallocate: without the file system's support it writes zeros, for minutes.
     fd = open_file(str(path), os.O_RDWR | os.O_CREAT)
     try:
         before = os.fstat(fd).st_size
         try:
-            # Never over bytes that the file has: xfs wants as many free ones for them again.
+            # Only beyond the file's end: xfs needs free space again even for bytes the file has.
             is_whole = all(
                 _fallocate(fd, start, min(_STEP, num_bytes - start))
                 for start in range(before, num_bytes, _STEP)
@@ -190,7 +190,7 @@ def allocate(path: Path, num_bytes: int) -> bool:
 
 
 def discard(name: str, folder: int) -> None:
-    """Give a file's bytes back to the file system now, even while it is open elsewhere."""
+    """Truncate a file: the file system has its bytes back now, even while it is open elsewhere."""
     fd = open_file(name, os.O_RDWR, folder)
     try:
         os.ftruncate(fd, 0)
@@ -199,7 +199,7 @@ def discard(name: str, folder: int) -> None:
 
 
 def _fallocate(fd: int, offset: int, count: int) -> bool:
-    """Return whether the file system knows the call."""
+    """Reserve bytes of a file; return False if the file system cannot."""
     while _libc.fallocate(fd, 0, offset, count) != 0:
         code = ctypes.get_errno()
         if code in _UNKNOWN:

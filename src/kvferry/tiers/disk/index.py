@@ -1,4 +1,4 @@
-"""Which block lies at which place, on the medium: a table of pages, each of which is there twice.
+"""The index of a store on disk: a table of pages, two copies each, with the block at each place.
 
 ::
 
@@ -6,15 +6,15 @@
     page     digest | commit | number | reset number | record | record | ...
     record   turn | key | proof                            the place follows from the position
 
-A commit writes each page that has changed over the older of its two copies, then syncs. Of the
-whole copies of a page the one with the greater commit number counts, so a commit that was cut short
-costs nothing that was there before. The next commit begins only after this one is on the medium.
+A commit writes each changed page over the older of its two copies, then syncs. Of the intact copies
+of a page, the one with the greater commit number counts, so a commit that was cut short loses
+nothing older. The next commit begins only after this one is on the medium.
 
-A page counts only if its reset number is the present one. So after a reset all older pages are as
-if empty, and stay where they are until they are written again.
+A page counts only if it has the current reset number. So after a reset all older pages count as
+empty, and stay on disk until they are overwritten.
 
-The table need not be right about what lies at a place: a block that does not match its proof is a
-miss. So damage to the newer copy of a page brings back older words, and never wrong bytes.
+The table need not be right about a place: a block that does not match its proof is a miss. So
+damage to the newer copy of a page brings back an older state, and never wrong bytes.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ FILE_NAME = "index"
 MAX_PLACES = 1 << 31
 _HEAD_BYTES = 64
 _CHUNK_PAGES = 512
-"""Read, checked or written together: 4 MiB with both copies."""
+"""Pages read, checked or written together: 4 MiB with both copies."""
 _UNSEEN_COMMITS = 1 << 32
-"""More than a store ever has: a page that is not whole may be of so many later commits."""
+"""Added to the commit number if a page is unreadable: more commits than a store ever makes."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Shape:
 
     @cached_property
     def per_page(self) -> int:
-        """How many places a page speaks of."""
+        """Number of places that one page describes."""
         return (self.page_bytes - _HEAD_BYTES) // self.record.itemsize
 
     @cached_property
@@ -93,12 +93,12 @@ class Shape:
         return -(-num_places // self.per_page)
 
     def file_bytes(self, num_places: int) -> int:
-        """How long the file of a store with so many places must be."""
+        """Return the length of the index file of a store with ``num_places`` places."""
         return 2 * self.page_bytes * self.pages_for(num_places)
 
 
 def copies_of(pages: Pages, which: SlotArray) -> Pages:
-    """Return this copy of each page, with the bytes between its fields."""
+    """Return the copy ``which`` of each page, with the bytes between its fields."""
     raw = pages.view(np.uint8).reshape(len(pages), 2, -1)
     return raw[np.arange(len(pages)), which].view(pages.dtype)[:, 0]
 
@@ -109,16 +109,16 @@ def num_blocks(records: Records) -> int:
 
 @dataclass
 class RecoveryReport:
-    """What was found, and what was left out."""
+    """Blocks and pages recovered, and the pages that were skipped."""
 
     words: str = ""
-    """How it was found, where that needs saying."""
+    """A remark on the recovery; mostly empty."""
     num_blocks: int = 0
     num_pages: int = 0
     torn_pages: int = 0
-    """One copy is not whole, after a crash or by damage: the other one counts."""
+    """Pages with one copy damaged, after a crash or by the medium: the other one counts."""
     bad_pages: int = 0
-    """No copy is whole, though something was written."""
+    """Pages that were written and have no intact copy."""
     seconds: float = 0.0
 
     def __str__(self) -> str:
@@ -131,7 +131,7 @@ class RecoveryReport:
 
 
 class PageTable:
-    """The pages of one file. Owns the file; knows no order of events."""
+    """The pages of one index file. Owns the file; leaves the order of commits to ``DiskIndex``."""
 
     def __init__(self, file: DiskFile, store_id: bytes, num_places: int, shape: Shape) -> None:
         self.file = file
@@ -140,9 +140,9 @@ class PageTable:
         self._digest = blake2b(digest_size=DIGEST_BYTES, key=store_id, person=b"kvferry.page")
 
     def read(self, numbers: SlotArray) -> tuple[Pages, npt.NDArray[np.uint64]]:
-        """Return both copies of these ascending pages, and their commits: 0 if not whole.
+        """Return both copies of these ascending pages, and their commit numbers: 0 if damaged.
 
-        What the medium does not give is all ones, and so is not whole.
+        Bytes that the medium does not return read as ones, and so count as damaged.
         """
         size = self.shape.page_bytes
         raw = bytearray(2 * size * len(numbers))
@@ -170,7 +170,7 @@ class PageTable:
                 self._fill(offset + at, out[at : at + size])
 
     def write(self, numbers: SlotArray, copies: SlotArray, pages: Pages) -> None:
-        """Seal and write one copy of each of these pages; not on the medium before a sync."""
+        """Seal and write one copy of each of these pages; on the medium after a sync."""
         size = self.shape.page_bytes
         raw = bytearray(pages.tobytes())
         for at, (number, copy) in enumerate(zip(numbers.tolist(), copies.tolist(), strict=True)):
@@ -184,10 +184,9 @@ class PageTable:
         return digest.digest()
 
     def recover(self, reset: int) -> tuple[Records, npt.NDArray[np.uint64], RecoveryReport]:
-        """Read the records that count under this reset number, one for each place.
+        """Return the records that count under this reset number, one per place, and a report.
 
-        With them, for each page, the commit that wrote it, 0 for a page that was never written.
-        Changes nothing.
+        With them comes each page's last commit, 0 if it has no intact copy. Changes nothing.
         """
         began, shape, report = time.monotonic(), self.shape, RecoveryReport()
         num_pages = shape.pages_for(self.num_places)
@@ -205,7 +204,7 @@ class PageTable:
             is_torn = (written & (commits == 0)).any(axis=1)
             report.torn_pages += int(np.count_nonzero(is_torn & is_whole))
             report.bad_pages += int(np.count_nonzero(is_torn & ~is_whole))
-        # Of a store that was cut the last page may speak of places that are gone.
+        # After a store was shrunk, its last page may describe places that are gone.
         records = records.ravel()[: self.num_places]
         report.num_pages = int(np.count_nonzero(newest))
         report.num_blocks = num_blocks(records)
@@ -214,12 +213,11 @@ class PageTable:
 
 
 class DiskIndex:
-    """The index of one store on disk. Owns its files and what is known of every place.
+    """The index of one store on disk. Owns its files and the state of every place.
 
-    Recording may happen in any thread and never waits for the medium; ``commit`` and ``close`` are
-    called by one thread at a time, and do wait. ``proofs`` (one row per place) and ``present``
-    (which places hold a block that may be read now) are for all threads to read. Keys are on the
-    medium alone.
+    Any thread may record changes, which never waits for the medium. ``commit`` and ``close`` do
+    wait, and are called by one thread at a time. Any thread may read ``proofs`` (one row per place)
+    and ``present`` (which places hold a readable block). Keys are on the medium alone.
     """
 
     def __init__(
@@ -235,32 +233,33 @@ class DiskIndex:
         """Recover from ``file``. Raises StoreError.
 
         The reset number is that of the file ``state``. An engine that had the store open before
-        gives the ``reset_number`` that it knows: where that is older, nothing counts, and nothing
-        that is recorded under it will.
+        gives the ``reset_number`` that it knows. If that one is older, no block counts, and no
+        block recorded under it will.
         """
         self._table = PageTable(file, store_id, num_places, shape)
         self._state = state
-        self._lock = threading.Lock()  # the queue, and what is present; never held while waiting
+        self._lock = threading.Lock()  # guards the queue and ``present``; never held during I/O
         self._queue: list[tuple[int, SlotArray, Records]] = []
-        """What is not durable yet: how many were recorded by then, places, records."""
+        """Changes not durable yet: ``num_recorded`` after each, its places, its records."""
         self._reset_due: tuple[int, bool] | None = None
         self.num_pending = 0
-        """How many blocks were written, and are not durable yet."""
+        """Number of blocks that are written and not durable yet."""
         self.is_failed = False
-        """Whether a commit failed: then what was recorded is never made durable by this object."""
+        """Whether a commit failed: then this object makes nothing durable any more."""
         self._is_closed = False
         try:
             known, is_damaged = self._read_reset()
             self.reset_number = known if reset_number is None else reset_number
-            """Under which number blocks are recorded now."""
+            """The reset number under which blocks are recorded now."""
             self._page_reset = self.reset_number if is_kept else NOT_KEPT
             counts = known if self.reset_number == known else NOT_KEPT - 1
             records, commits, self.report = self._table.recover(counts)
             last = int(commits.max(initial=0))
             self._commit = last + (_UNSEEN_COMMITS if self.report.bad_pages else 0)
-            """The last commit: no copy of a later one counts, as it may not be on the medium."""
+            """Number of the last commit. Copies with a later one may not be on the medium: none
+            counts."""
             self.num_recorded = int(records["turn"].max(initial=0))
-            """How many blocks were recorded so far: a point in their order, for ``commit``."""
+            """Number of blocks recorded so far: a point in their order, for ``commit``."""
             self.present, self.proofs = records["turn"] > 0, records["proof"].copy()
             self._recovered: Records = records
             if is_damaged:
@@ -270,18 +269,18 @@ class DiskIndex:
             raise StoreError(f"the index cannot be opened: {error}") from error
 
     def _read_reset(self) -> tuple[int, bool]:
-        """Return the store's reset number, and whether it was damaged and so had to be drawn."""
+        """Return the store's reset number, and whether a damaged one was replaced at random."""
         with self._state.locked():  # the scheduler's child may write a greater one
             known = read_reset(self._state)
             is_damaged = known is None
-            if known is None:  # less than any that a clock gives: other drives keep their blocks
+            if known is None:  # smaller than any from a clock, so other drives keep their blocks
                 known = randbits(32) + 1
-            if known:  # after a failed sync a kernel may show what it will never write
+            if known:  # after a failed sync the page cache may show what is not on the medium
                 write_reset(self._state, known)
             return known, is_damaged
 
     def _write_again(self, numbers: SlotArray) -> None:
-        """Write the pages of the last commit as they were found.
+        """Rewrite the pages of the last commit as they were found.
 
         A killed process may leave in the page cache what never reached the medium, and after a
         failed sync the kernel would not write it any more.
@@ -303,7 +302,7 @@ class DiskIndex:
         reset_number: int | None = None,
         is_kept: bool = True,
     ) -> DiskIndex:
-        """Open the index in ``folder``, whose files are there and long enough."""
+        """Open the index in ``folder``; its files must exist and be long enough."""
         with ExitStack() as undo:
             try:
                 file, state = (
@@ -319,11 +318,11 @@ class DiskIndex:
 
     @property
     def num_blocks(self) -> int:
-        """How many places hold a block that may be read now."""
+        """Number of places that hold a readable block."""
         return int(np.count_nonzero(self.present))
 
     def take_recovered(self) -> tuple[Keys, SlotArray]:
-        """Return keys and places of all recovered blocks in the order written. Once."""
+        """Return keys and places of all recovered blocks in the order written; only once."""
         records, self._recovered = self._recovered, self._recovered[:0].copy()
         places = np.flatnonzero(records["turn"])
         places = places[np.argsort(records["turn"][places])]
@@ -332,9 +331,9 @@ class DiskIndex:
     # -- recording --------------------------------------------------------------------------------
 
     def record_written(self, places: SlotArray, keys: Keys, proofs: Proofs) -> None:
-        """These blocks lie at these places now and can be read; their bytes are on their way.
+        """Record blocks as readable at these places; a later commit makes them durable.
 
-        Their bytes must be on the medium before the commit that makes them durable.
+        Their bytes must be on the medium before that commit.
         """
         records = np.zeros(len(places), dtype=self._table.shape.record)
         records["key"] = keys.array
@@ -352,13 +351,14 @@ class DiskIndex:
             self.present[places] = False
 
     def reset(self, number: int, *, is_kept: bool = True) -> None:
-        """Everything recorded so far is gone. The next commit makes that durable.
+        """Drop everything recorded so far. The next commit makes that durable.
 
-        What is recorded from now on has this number; unless ``is_kept`` no other process finds it.
+        Blocks recorded from now on have this number; unless ``is_kept`` no other process finds
+        them.
         """
         with self._lock:
             self._keep([])
-            # After the clock was put back the number must still be one of its own.
+            # The number must grow even if the clock was put back.
             self.reset_number = max(number, self.reset_number + 1)
             self._reset_due = (self.reset_number, is_kept)
             self.present.fill(False)
@@ -374,20 +374,20 @@ class DiskIndex:
     # -- committing -------------------------------------------------------------------------------
 
     def commit(self, num_recorded: int | None = None) -> None:
-        """Put everything recorded before this call on the medium.
+        """Make everything recorded before this call durable.
 
-        With ``num_recorded``, as it was at some moment: only what was recorded before that moment,
-        whose bytes are on the medium already. (A reset that came later holds all the same.)
+        With ``num_recorded``, a former value of that attribute: only blocks recorded by then, whose
+        bytes are on the medium already. (A later reset is committed all the same.)
 
         Raises StoreError if that failed: nothing recorded since the last good commit is durable.
-        What can be read of the files now may not be on the medium, so no commit may follow.
+        The files may now show bytes that are not on the medium, so no commit may follow.
         """
         with self._lock:
             upto = self.num_recorded if num_recorded is None else num_recorded
             due, some = self._reset_due, [each for each in self._queue if each[0] <= upto]
         try:
             if due is not None:
-                # Before any page of the new number: with one there the older must not count.
+                # First the number, then pages with it: older pages must not count beside them.
                 raise_reset(self._state, due[0])
                 self._page_reset = due[0] if due[1] else NOT_KEPT
             if some:
@@ -415,7 +415,7 @@ class DiskIndex:
     def _write_pages(
         self, some: SlotArray, numbers: SlotArray, places: SlotArray, records: Records
     ) -> None:
-        """Write these pages, changed by these records, over the copies that do not count."""
+        """Apply these records to these pages, and write them over their older copies."""
         pages, commits = self._table.read(some)
         commits[commits > self._commit] = 0
         newest = commits.argmax(axis=1)
@@ -423,16 +423,16 @@ class DiskIndex:
         is_stale = ~commits.any(axis=1) | (changed["reset"] != self._page_reset)
         changed.view(np.uint8).reshape(len(some), -1)[is_stale] = 0
         row = np.searchsorted(some, numbers)
-        # Of a place that is named twice the last assignment stays, which is the newest record.
+        # Of two records of one place the last assignment stays, which is the newest.
         changed["records"][row, places % self._table.shape.per_page] = records
         changed["commit"], changed["number"] = self._commit + 1, some
         changed["reset"] = self._page_reset
         self._table.write(some, 1 - newest, changed)
 
     def close(self) -> None:
-        """Commit unless a commit failed before, and give the files back. Safe to call twice.
+        """Commit unless a commit failed before, and close the files. Safe to call twice.
 
-        Raises StoreError if this commit failed; the files are given back all the same.
+        Raises StoreError if this commit failed; the files are closed all the same.
         """
         if self._is_closed:
             return

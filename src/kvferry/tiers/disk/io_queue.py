@@ -1,13 +1,13 @@
-"""What waits for a drive's threads and what they have in flight, and whether the drive works.
+"""Queues of a drive's jobs, the jobs in flight, and the drive's health.
 
 ::
 
-    order ──cut──> jobs: runs of neighbouring places ──> reads  ──> threads ──┐
-                                                    └──> writes ──> threads ──┴──> one result
+    order ──split──> jobs: runs of adjacent places ──> reads  ──> threads ──┐
+                                                  └──> writes ──> threads ──┴──> one result
 
-A job that has not begun when its order is late fails without a thread. A block that fails is a
-failed block, also where there is no room to write. Many in a row, a job in flight longer than the
-deadline, a file that is gone, a commit that fails: the process ends, and the next one tries again.
+A job that has not begun at its order's deadline fails without a thread. A block that fails, for
+lack of space too, fails alone. The process ends after many failures in a row, a job in flight
+longer than the deadline, a missing file or a failed commit. The next process tries again.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from kvferry.tiers.disk.protocol import DriveSetup
 from kvferry.tiers.ipc.messages import Flags, Numbers
 
 MAX_ERRORS = 16
-"""So many calls to the drive in a row must fail before its process ends."""
+"""Failed calls to the drive in a row after which its process ends."""
 
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 _NOT_BEGUN = "not begun in time"
@@ -38,7 +38,7 @@ _NOT_BEGUN = "not begun in time"
 
 @dataclass(eq=False)
 class Order:
-    """An order in flight; its result is sent once no job of it is left."""
+    """An order in flight; its result is sent once all its jobs have ended."""
 
     message: Batch
     generation: int
@@ -53,16 +53,16 @@ class Order:
         self.places: Numbers = places
         self.block_bytes = int(sizes.sum())
         self.offsets: Numbers = sizes.cumsum() - sizes
-        """Where the segments of a block begin, from its first byte."""
+        """Offsets of a block's segments from its first byte."""
 
     def skip_reason(self, now: float) -> str:
-        """Why no further job of it should begin; empty while they should."""
+        """Return why no further job of the order may begin; empty while one may."""
         return _NOT_BEGUN if now >= self.message.deadline else ""
 
 
 @dataclass(eq=False)
 class Job:
-    """Some blocks of an order, for one thread: their positions in it, in the order of places."""
+    """Some blocks of an order, for one thread: their positions in it, sorted by place."""
 
     order: Order
     positions: Numbers
@@ -70,34 +70,34 @@ class Job:
 
 
 class IoQueue:
-    """Owns the queues and the orders. Any thread may use it."""
+    """Owns the queued jobs and the orders in flight. Any thread may use it."""
 
     def __init__(
         self, answer: Callable[[Result], None], *, blocks_per_job: int, deadline: float
     ) -> None:
         """``answer`` sends a result. A job has ``deadline`` seconds.
 
-        Jobs are not made smaller to give every thread one: next to other orders, short calls cost a
+        Jobs are not made smaller to occupy every thread: beside other orders, short calls cost a
         drive more.
         """
         self.deadline = deadline
         self._answer = answer
         self._blocks_per_job = blocks_per_job
         self._lock = threading.RLock()  # guards all below
-        # A job wakes one thread of its way: a thread woken in vain takes the interpreter from
-        # those that work. With one condition for all 16, waking took a third of the process's time.
+        # A job wakes one thread: a thread woken in vain takes the interpreter from those that work.
+        # With one condition for all 16 threads, waking took a third of the process's time.
         self._work = {way: threading.Condition(self._lock) for way in (Way.READ, Way.WRITE)}
         self._ended = threading.Condition(self._lock)
         self._waiting: dict[Way, deque[Job]] = {Way.READ: deque(), Way.WRITE: deque()}
         self._in_flight: dict[Way, set[Job]] = {Way.READ: set(), Way.WRITE: set()}
         self.num_late = 0
-        """Blocks whose time was up before the drive was asked."""
+        """Number of blocks whose deadline passed before the drive was asked."""
         self._refusal = ""
         self._write_refusal = ""
         self._is_closed = False
 
     def submit(self, message: Batch, generation: int) -> None:
-        """Queue an order, or answer it at once if nothing of it may begin."""
+        """Queue an order, or answer it at once if none of its jobs may begin."""
         now = time.monotonic()
         order = Order(message, generation, np.zeros(len(message), dtype=bool), now)
         by_place = np.argsort(order.places, kind="stable")
@@ -113,7 +113,7 @@ class IoQueue:
             self._work[message.way].notify(len(jobs))
 
     def take(self, way: Way) -> Job | None:
-        """Wait for the next job that should begin, and begin it; None: the queue is closed."""
+        """Wait for the next job that may begin and begin it; None once the queue is closed."""
         with self._lock:
             while True:
                 self._work[way].wait_for(lambda: self._may_take(way) or self._is_closed)
@@ -132,13 +132,13 @@ class IoQueue:
     def _may_take(self, way: Way) -> bool:
         if not self._waiting[way]:
             return False
-        # Reads before writes: requests wait for reads. One write at a time goes on next to them.
+        # Reads before writes: requests wait for reads. One write at a time continues beside them.
         return way is Way.READ or not self._waiting[Way.READ] or not self._in_flight[Way.WRITE]
 
     def _wake_writers(self) -> None:
-        """Wake the writers that stood back for reads, if no read waits any more.
+        """Wake the writers that gave way to reads, if no read is queued any more.
 
-        A write that ends wakes no thread: its own thread looks for the next.
+        A write that ends wakes no thread: its own thread takes the next job.
         """
         if not self._waiting[Way.READ] and self._waiting[Way.WRITE]:
             self._work[Way.WRITE].notify(len(self._waiting[Way.WRITE]))
@@ -155,7 +155,7 @@ class IoQueue:
             self._count_down(order)
 
     def sweep(self) -> str:
-        """End what never will begin; return why the drive hangs, if a job takes too long."""
+        """End jobs that can no longer begin; return why the drive hangs, if a job is overdue."""
         now = time.monotonic()
         with self._lock:
             for jobs in self._waiting.values():
@@ -168,21 +168,21 @@ class IoQueue:
         return f"no answer for {self.deadline:g} s" if is_hung else ""
 
     def shut(self, reason: str) -> None:
-        """Fail everything that waits, and all that comes."""
+        """Fail all queued jobs, and every later order."""
         with self._lock:
             self._refusal = self._refusal or reason
             for way in self._waiting:
                 self._fail_waiting(way, reason)
 
     def refuse_writes(self, reason: str) -> None:
-        """Fail all writes that wait, and all that come, until called with an empty reason."""
+        """Fail all queued writes and every later one, until called with an empty reason."""
         with self._lock:
             self._write_refusal = reason
             if reason:
                 self._fail_waiting(Way.WRITE, reason)
 
     def close(self, timeout: float, reason: str) -> None:
-        """Fail what waits, wait at most so long for what is in flight, and end the threads."""
+        """Fail queued jobs, wait at most ``timeout`` seconds for the others, end the threads."""
         with self._lock:
             self.shut(reason)
             self._ended.wait_for(lambda: not any(self._in_flight.values()), timeout)
@@ -216,16 +216,16 @@ class IoQueue:
 
 
 class DriveHealth:
-    """Decides when the drive takes no writes, and when the process has to end.
+    """Decides when the drive takes no writes, and when the process must end.
 
-    Any thread may use it. After every fault of the drive the process ends: the next one, which its
-    engine starts after a while, finds out whether the drive is well.
+    Any thread may use it. A faulty drive's process ends. The engine starts the next one after a
+    while, which finds out whether the drive works again.
     """
 
     def __init__(
         self, queue: IoQueue, file: BlockFile, tell: Callable[[str], None], setup: DriveSetup
     ) -> None:
-        """``tell`` sends the engine why the drive cannot be used."""
+        """``tell`` sends the engine the reason why the drive cannot be used."""
         self._queue = queue
         self._file = file
         self._tell = tell
@@ -233,27 +233,27 @@ class DriveHealth:
         self._keep_free = setup.bound.keep_free
         self._errors_in_a_row = {Way.READ: 0, Way.WRITE: 0}
         self.failure = ""
-        """Why the process has to end; empty while it has not."""
+        """Why the process must end; empty while it need not."""
 
     def succeeded(self, way: Way) -> None:
         self._errors_in_a_row[way] = 0
 
     def failed(self, way: Way, error: Exception) -> None:
         if isinstance(error, OSError) and error.errno in _NO_SPACE:
-            return  # what is there can still be read
+            return  # the blocks on a full drive can still be read
         self._errors_in_a_row[way] += 1
         if self._errors_in_a_row[way] >= MAX_ERRORS:
             self.end(f"{MAX_ERRORS} errors in a row, the last: {error}")
 
     def end(self, reason: str) -> None:
-        """The process has to end."""
+        """Fail all orders and tell the engine that the process must end, and why."""
         if not self.failure:
             self.failure = reason
             self._queue.shut(reason)
             self._tell(reason)  # after the queue: the failed results arrive before this
 
     def check(self) -> None:
-        """Look at the drive, in a thread that may hang."""
+        """Check the drive, in a thread that may hang doing so."""
         try:
             self._file.check()
             found = os.statvfs(self._path)
@@ -261,7 +261,7 @@ class DriveHealth:
             said = error.strerror if isinstance(error, OSError) else str(error)
             self.end(said or str(error))
             return
-        # A file that grows as it is written must leave ``keep_free`` alone.
+        # A file without reserved space grows as it is written, and must leave ``keep_free`` alone.
         is_low = not self._file.is_whole and found.f_bavail * found.f_frsize <= self._keep_free
         floor = f"{format_size(self._keep_free)} of the file system stay free"
         self._queue.refuse_writes(floor if is_low else "")

@@ -4,7 +4,7 @@
 
     read    file ──> buffer ──check──> engine; a block whose proof fails is lost, not delivered
     write   engine ──> buffer ──prove──> file ──> commits: readable now
-    commit  bytes synced ──> index synced: durable. Begins half a second after a write at most
+    commit  bytes synced ──> index synced: durable. Begins at most half a second after a write
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from kvferry.tiers.ipc.memory import EngineMemory, StatusPage
 from kvferry.tiers.ipc.messages import Flags, Numbers, Words
 
 
-class Commits:
-    """Owns the order of events between threads and index, and the thread that makes them durable.
+class Committer:
+    """Owns the order of changes between threads and index, and the thread that commits them.
 
-    A generation is the reset number under which an order was given. At most a second passes from a
-    write to the end of the commit that covers it, if the drive is well. A commit that fails ends
-    the process: what it was to cover is lost, and the next process begins with what was committed.
+    A generation is the reset number under which an order was sent. At most a second passes from a
+    write to the end of the commit that covers it, if the drive is well. A failed commit ends the
+    process: its changes are lost, and the next process begins with what was committed before.
 
-    The thread also looks at the drive every second: it is the thread that may hang doing so.
+    The thread also checks the drive every second: it is the thread that may hang doing so.
     """
 
     def __init__(
@@ -61,19 +61,19 @@ class Commits:
         self._changed = threading.Condition()  # guards all below
         self._generation = index.reset_number
         self._since = 0.0
-        """When the oldest event that no commit covers happened; 0: there is none."""
+        """Time of the oldest change that no commit covers; 0: there is none."""
         self._covered_since = 0.0
-        """The same for the commit that is in flight."""
+        """The same for the commit in flight."""
         self._is_urgent = False
         self._is_closed = False
         self.began = 0.0
-        """When the call to the drive that is in flight began; 0: none is."""
+        """Time when the thread's current call to the drive began; 0: there is none."""
         self.thread = threading.Thread(target=self._run, name="kvferry-drive-commit", daemon=True)
 
     # -- for the threads that move blocks ---------------------------------------------------------
 
     def lookup(self, places: Numbers, generation: int) -> tuple[Flags, Proofs]:
-        """Return which of these places hold a block, and the proofs of what they hold."""
+        """Return which of these places hold a readable block, and the proofs of all."""
         with self._changed:
             here = self._index.present[places]
             if generation != self._generation:
@@ -85,7 +85,7 @@ class Commits:
             self._index.present[places] = False
 
     def end_write(self, places: Numbers, keys: Words, proofs: Proofs, generation: int) -> bool:
-        """Record blocks that were written; False: all was forgotten meanwhile."""
+        """Record written blocks; return False if a reset dropped them meanwhile."""
         with self._changed:
             is_kept = generation == self._generation
             if is_kept and len(places):
@@ -100,13 +100,13 @@ class Commits:
                 self._note()
 
     def lose_damaged(self, places: Numbers, proofs: Proofs) -> None:
-        """As :meth:`lose`, but not where another block was written meanwhile."""
+        """As :meth:`lose`, except where another block was written meanwhile."""
         with self._changed:
             same = (self._index.proofs[places] == proofs).all(axis=1)
             self.lose(places[same & self._index.present[places]])
 
     def reset(self, generation: int, *, is_kept: bool) -> None:
-        """Nothing of an earlier generation is here any more; to be committed at once."""
+        """Drop all blocks of earlier generations; a commit of that is due at once."""
         with self._changed:
             self._generation = generation
             self._index.reset(generation, is_kept=is_kept)
@@ -120,7 +120,7 @@ class Commits:
         self._show()
 
     def _show(self) -> None:
-        """Publish how many blocks wait for a commit, and since when."""
+        """Publish the number of blocks that wait for a commit, and since when."""
         self._status.put(Count.PENDING, self._index.num_pending)
         since = self._covered_since or self._since
         self._status.put(Count.PENDING_SINCE, int(since * 1e6))
@@ -145,7 +145,7 @@ class Commits:
             self.began = 0.0
 
     def _wait_until_due(self) -> bool:
-        """Wait until a commit is due, the drive is to be looked at, or all is over."""
+        """Wait for a commit, a check of the drive or the end; return whether a commit is due."""
         end = time.monotonic() + self._setup.check_seconds
         with self._changed:
             while True:
@@ -161,7 +161,7 @@ class Commits:
         with self._changed:
             num_recorded, generation = self._index.num_recorded, self._generation
             self._covered_since, self._since, self._is_urgent = self._since, 0.0, False
-        # The order matters: a record must not come before its bytes, nor cover later ones.
+        # Bytes first: a commit must record no block whose bytes this sync did not cover.
         self._file.sync()
         self._index.commit(num_recorded)
         if generation != self._persisted:
@@ -174,7 +174,7 @@ class Commits:
             self._show()
 
     def close(self, timeout: float) -> bool:
-        """Commit what is left; return whether the thread has ended in time."""
+        """Commit what is left; return whether the thread ended within ``timeout`` seconds."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -184,10 +184,10 @@ class Commits:
 
 @dataclass(frozen=True)
 class WorkerContext:
-    """What the threads of one drive share."""
+    """Objects that the worker threads of one drive share."""
 
     queue: IoQueue
-    commits: Commits
+    commits: Committer
     file: BlockFile
     memory: EngineMemory
     prover: Prover
@@ -195,15 +195,15 @@ class WorkerContext:
     status: StatusPage
     budget: DayBudget | None
     cpu_slots: threading.Semaphore
-    """A thread that copies and proves holds one; a thread that waits for the drive does not.
+    """A thread holds one while it copies and proves, not while it waits for the drive.
 
-    They are a quarter of the cores that we may use: the others are the engine's. On 2 cores one
+    There is one for every four cores that we may use: the others are the engine's. On 2 cores one
     slot instead of 8 gave reads 0.83 of the drive instead of 0.76, writes 0.66 instead of 0.57.
     """
 
 
 class IoWorker:
-    """One thread and its buffer, for one way. It outlives every failure of a job."""
+    """One thread and its buffer, for reads or for writes. It outlives every failure of a job."""
 
     def __init__(self, context: WorkerContext, buffer: Buffer, way: Way, number: int) -> None:
         self._context = context
@@ -226,7 +226,7 @@ class IoWorker:
                 move(job, places)
             except Exception as error:  # a thread that dies leaves its order waiting for ever
                 self._fail(job.positions, Count.OTHER, words_of(error))
-                if self._way is Way.WRITE:  # that failed leaves no block
+                if self._way is Way.WRITE:  # a failed write leaves no block
                     self._context.commits.lose(places)
             queue.end(job, self._reasons)
 
@@ -314,7 +314,7 @@ class IoWorker:
     def _segments(
         self, job: Job, positions: Numbers, which: Numbers
     ) -> tuple[Numbers, Numbers, Numbers]:
-        """Where the segments of these blocks are: in the buffer, in the engine, how long."""
+        """Return the segments of these blocks: addresses here and in the engine, and sizes."""
         order = job.order
         here = (self._buffer.address + which * self._buffer.pitch)[:, None] + order.offsets
         there = order.message.addresses[positions[which]]

@@ -1,7 +1,7 @@
-"""What an engine and a drive process tell each other: the setup, the answer to it, the counters.
+"""Messages between an engine and a drive process: the setup, the reply to it, the counters.
 
-Setup and answer are sent by pickle: both processes are ours, of one release. An order to forget is
-two numbers: the reset number, and whether what follows is kept for another engine.
+Setup and reply are pickled: both processes run one release. A FORGET message has two numbers: the
+reset number, and whether later blocks are kept for other engines.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from kvferry.tiers.ipc.memory import StatusPage
 from kvferry.tiers.ipc.messages import Numbers, Words
 
 COMMIT_SECONDS = 0.5
-"""The longest a written block waits before the commit that makes it durable begins."""
+"""Seconds at most from a write until the commit that makes it durable begins."""
 
 NUM_THREADS, JOB_BYTES = 8, 4 << 20
-"""Threads for each way, and the longest call of one. While some wait for the drive the others copy
-and check. Of a drive's 3.1 GB/s 4 x 8 MiB read 2.5, 8 x 4 MiB all, 8 x 8 MiB 2.6, 16 x 2 MiB 2.0.
-"""
+"""Threads per direction, and bytes of a thread's longest call. While some wait for the drive, the
+others copy and check. Of a drive's 3.1 GB/s 4 x 8 MiB read 2.5, 8 x 4 MiB all, 8 x 8 MiB 2.6, 16 x
+2 MiB 2.0."""
 
 _MICRO = 1e-6
 
 
 @dataclass(frozen=True)
 class ReadyMessage:
-    """A drive is open: its places, reset number and file system, and how much it recovered."""
+    """Says that a drive is open: its size, reset number, file system and recovered blocks."""
 
     store: StoreAt
     num_places: int
@@ -43,14 +43,14 @@ class ReadyMessage:
 
 @dataclass(frozen=True)
 class DriveSetup:
-    """One store on one drive, and how to work on it. ``key`` is never shown."""
+    """One store on one drive, and how to serve it. ``key`` is never shown."""
 
     path: str
     """The directory the user named; the store lies below it."""
     identity: StoreIdentity
     bound: DiskBound
     pid: int
-    """The engine's, which the store's lock names."""
+    """The engine's pid, which the store's lock names."""
     key: bytes | None = field(default=None, repr=False)
     deadline: float = 10.0
     num_threads: int = NUM_THREADS
@@ -58,26 +58,26 @@ class DriveSetup:
     commit_seconds: float = COMMIT_SECONDS
     check_seconds: float = 1.0
     write_per_day: float | None = None
-    """The store's part of the bytes that may be written in 24 hours; None: there is no bound."""
+    """Bytes that may be written to the store in 24 hours; None: unlimited."""
     before: ReadyMessage | None = None
-    """What an earlier process served for this engine; None at the first start.
+    """The ready message of the engine's earlier process; None at the first start.
 
-    A process that is started again must find the same store. It makes no directory anew, least of
-    all below a mount that is gone, and changes no size. The reset number is the last one that the
-    engine knows to be persisted.
+    A restarted process must find the same store. It makes no directory anew, least of all below a
+    lost mount, and changes no size. The reset number is the last one that the engine knows to be
+    durable.
     """
     is_kept: bool = True
-    """Whether what is stored under that number is for other engines too."""
+    """Whether blocks stored under that number are for other engines too."""
 
 
 class Count(IntEnum):
-    """What a drive counts, by its word in the status page; word 0 is the heartbeat."""
+    """A drive's counters, each by its word in the status page; word 0 is the heartbeat."""
 
     READ_BYTES = 1
     WRITTEN_BYTES = 2
     READ_MICROSECONDS = 3  # summed over its threads: time in calls to the drive
     WRITE_MICROSECONDS = 4
-    ABSENT = 5  # from here on blocks that failed, by reason
+    ABSENT = 5  # from here to OTHER: failed blocks, by reason
     DAMAGED = 6
     DRIVE = 7
     LATE = 8
@@ -88,12 +88,12 @@ class Count(IntEnum):
 
 
 FAILURES = {count: count.name.lower() for count in Count if Count.ABSENT <= count <= Count.OTHER}
-"""Why blocks failed, as figures name it."""
+"""Names of the failure counters in figures."""
 
 
 @dataclass(frozen=True)
 class DiskFigures:
-    """What one rank's disk has done so far, all its directories together.
+    """Totals of one rank's disk so far, over all its directories.
 
     ``failed`` counts blocks by reason. ``durable_lag`` is the age in seconds of the oldest block
     that is written and not yet durable.
@@ -125,7 +125,7 @@ def figures_of(status: StatusPage) -> DiskFigures:
 
 
 def add_up(parts: list[DiskFigures]) -> DiskFigures:
-    """Return the figures of several drives, or of several lives of one, as one."""
+    """Return the sum of the figures of several drives, or of several processes of one drive."""
     failed: dict[str, int] = {}
     for part in parts:
         for name, count in part.failed.items():
@@ -140,13 +140,13 @@ def add_up(parts: list[DiskFigures]) -> DiskFigures:
 
 
 def put_blocks(status: StatusPage, found: Recovered) -> None:
-    """Lay down the blocks that a drive recovered."""
+    """Write the recovered blocks into shared memory, for the engine."""
     places, keys = take_blocks(status, len(found[1]))
     places[:], keys[:] = found[1], found[0].array
 
 
 def take_blocks(status: StatusPage, count: int) -> tuple[Numbers, Words]:
-    """Return places and keys of the recovered blocks; both are the shared memory itself."""
+    """Return places and keys of the recovered blocks, as views of the shared memory."""
     if not count:
         return np.empty(0, dtype=np.int64), np.empty((0, KEY_WORDS), dtype=np.uint64)
     data = status.array_memory(count * (8 + KEY_BYTES))

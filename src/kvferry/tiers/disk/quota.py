@@ -1,15 +1,15 @@
-"""Stores under one directory: their locks, their sizes, their removal, and each one's share.
+"""Stores under one directory: their locks, sizes and removal, and the share of each.
 
 ::
 
     bound of the directory  |  open stores of others  |  rank 0 here  |  rank 1 here  |  ...
                                never touched             equal shares
 
-Idle are stores that no process has open and that are not of this server. They are removed when
-their bytes are needed, the one unused longest first. Stores of this server's other ranks are left
-alone: they may be about to be opened. A store that is there is opened at its size, whatever the
-file system has left. All of this happens under the directory's lock, so two servers that start at
-once cannot both take the last bytes.
+Idle stores are those that no process has open and that are not of this server. They are removed
+when their bytes are needed, the longest unused first. Stores of this server's other ranks are kept:
+they may be about to be opened. An existing store is opened at its size, whatever the file system
+has left. All of this happens under the directory's lock, so two servers that start at once cannot
+both take the last bytes.
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ _SMALL_FILES = 3 * 4096  # superblock, lock and state
 
 
 class StoreLock(Closing):
-    """The right to a folder's store, until ``close`` or the end of the process.
+    """Exclusive use of a folder's store, until ``close`` or the end of the process.
 
-    The folder itself is locked: a lock file can be deleted. The file ``lock`` says who has it.
+    The folder itself is locked: a lock file can be deleted. The file ``lock`` names the holder.
     """
 
     def __init__(self, folder: Path, fd: int) -> None:
@@ -72,10 +72,10 @@ class StoreLock(Closing):
 
     @classmethod
     def take(cls, folder: Path, *, on_behalf_of: int | None = None) -> StoreLock:
-        """Lock a store and write into its lock file that it is in use by ``on_behalf_of``.
+        """Lock a store, and write into its lock file that ``on_behalf_of`` uses it.
 
-        Raises StoreInUseError, with the process, if another process has it; StoreError if a name
-        in it is no plain file.
+        Raises StoreInUseError, with the process, if another process has it; StoreError if a name in
+        it is no plain file.
         """
         lock = cls.try_once(folder)
         if lock is None:
@@ -94,9 +94,9 @@ class StoreLock(Closing):
         return lock
 
     def _write(self, words: bytes) -> None:
-        """Write in place, in the bytes that the file has. It is locked all the same without."""
+        """Overwrite the lock file's bytes in place. The lock holds even if that fails."""
         with contextlib.suppress(OSError, StoreError):  # the drive may be gone, or full
-            create = os.O_CREAT if words else 0  # at the end the folder may be going away
+            create = os.O_CREAT if words else 0  # on release the folder may be in removal
             file = open_file(LOCK_NAME, os.O_RDWR | create, self.fd)
             try:
                 os.pwrite(file, words[:_LOCK_BYTES].ljust(_LOCK_BYTES), 0)
@@ -106,14 +106,14 @@ class StoreLock(Closing):
 
     @classmethod
     def try_once(cls, folder: Path) -> StoreLock | None:
-        """Lock a store, writing nothing; None while another process has it."""
+        """Lock a store without writing; return None while another process has it."""
         for turn in range(_TRIES):
             if turn:
-                time.sleep(_PAUSE_SECONDS)  # another process may only be looking
+                time.sleep(_PAUSE_SECONDS)  # another process may only be testing the lock
             fd = open_folder(folder)
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                # A store that was removed between the two calls left us the lock of nothing.
+                # If the store was removed between the two calls, this locks a deleted folder.
                 if os.path.samestat(os.fstat(fd), os.lstat(folder)):
                     return cls(folder, fd)
             except (BlockingIOError, FileNotFoundError):
@@ -125,7 +125,7 @@ class StoreLock(Closing):
         return None
 
     def close(self) -> None:
-        """Let the store go. Safe to call twice."""
+        """Release the store. Safe to call twice."""
         if self.fd >= 0:
             self._write(b"")
             os.close(self.fd)
@@ -133,16 +133,16 @@ class StoreLock(Closing):
 
 
 def holder(folder: Path) -> str:
-    """Return which process says that it has the store open; empty if none has.
+    """Return the process that has the store open, by its lock file; empty if there is none.
 
-    The kernel is asked first: what a killed process wrote is not believed.
+    The kernel's lock decides: the file of a killed process is not believed.
     """
     try:
         fd = open_folder(folder)
     except (OSError, StoreError):
         return ""
     try:
-        # Shared, and released at once: a process that opens the store right now tries again.
+        # Shared, and released at once: a process that is opening the store tries again.
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
         return ""
     except BlockingIOError:
@@ -174,18 +174,18 @@ def _printable(raw: bytes) -> str:
 
 @dataclass(frozen=True)
 class StoreFolder:
-    """A store as it is seen from outside."""
+    """A store as seen from outside, without opening it."""
 
     path: Path
     superblock: Superblock | None
     trouble: str
     """Why it cannot be opened; empty if it can."""
     num_bytes: int
-    """What it may grow to: the lengths of its files, whole pages each."""
+    """Bytes that it may grow to: the lengths of its files, rounded up to pages."""
     last_used: float
-    """When it was last opened, closed or written to, in seconds since 1970."""
+    """Time of the last open, close or write, in seconds since 1970."""
     holder: str
-    """Which process has it open, for people; empty if none has."""
+    """The process that has it open, for people; empty if there is none."""
 
     @classmethod
     def of(cls, path: Path) -> StoreFolder:
@@ -209,7 +209,7 @@ class StoreFolder:
 
 
 def stores_under(root: Path) -> list[StoreFolder]:
-    """Return all stores in a directory, in the order of their names."""
+    """Return all stores in a directory, sorted by name."""
     try:
         names = sorted(os.listdir(root))
     except FileNotFoundError:
@@ -220,7 +220,7 @@ def stores_under(root: Path) -> list[StoreFolder]:
 
 
 def apparent_bytes(folder: Path) -> int:
-    """Return the lengths of a store's files, a whole page each: what they may take."""
+    """Return the bytes that a store may take: its files' lengths, rounded up to pages."""
     return sum(-(-found.st_size // 4096) * 4096 for found in _files(folder))
 
 
@@ -229,7 +229,7 @@ def allocated_bytes(folder: Path) -> int:
 
 
 def _files(folder: Path) -> Iterator[os.stat_result]:
-    with contextlib.suppress(OSError):  # it may be going away
+    with contextlib.suppress(OSError):  # the folder may be in removal
         for entry in os.scandir(folder) if not folder.is_symlink() else ():
             if entry.is_file(follow_symlinks=False):
                 with contextlib.suppress(OSError):
@@ -237,8 +237,8 @@ def _files(folder: Path) -> Iterator[os.stat_result]:
 
 
 @contextlib.contextmanager
-def alone_in(root: Path) -> Iterator[None]:
-    """Hold the directory's lock, under which its bytes are shared out. Waits for it."""
+def directory_lock(root: Path) -> Iterator[None]:
+    """Hold the lock under which a directory's bytes are shared out. Waits for it."""
     fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)
@@ -250,7 +250,7 @@ def alone_in(root: Path) -> Iterator[None]:
 def remove_store(path: Path) -> None:
     """Remove a store, all of it or nothing. StoreInUseError if a process has it open.
 
-    Its bytes go back to the file system. Whether an SSD still holds them is beyond us.
+    Its bytes go back to the file system; an SSD may still hold them.
     """
     lock = StoreLock.try_once(path)
     if lock is None:
@@ -260,13 +260,13 @@ def remove_store(path: Path) -> None:
     with lock:
         require_plain(path, lock.fd)
         gone = path.parent / f"{_REMOVED}{secrets.token_hex(8)}"
-        os.rename(path, gone)  # from here on it is no store, whatever happens
+        os.rename(path, gone)  # from here on it no longer counts as a store
         sync_folder(path.parent)
         _delete(gone)
 
 
 def _delete(folder: Path) -> None:
-    """Remove a store's folder. StoreError, and nothing is removed, if a name is no plain file."""
+    """Delete a store's folder. StoreError, and nothing is deleted, if a name is no plain file."""
     fd = open_folder(folder)
     try:
         require_plain(folder, fd)
@@ -280,14 +280,14 @@ def _delete(folder: Path) -> None:
 
 
 def purge_store(path: Path) -> str:
-    """Remove a store; return what that means, for people.
+    """Remove a store; return a message about its bytes, for people.
 
     Raises StoreInUseError if a process has it open, StoreError if there is none.
     """
     found = next((each for each in stores_under(path.parent) if each.path == path), None)
     if found is None:
         raise StoreError(f"{path} is no store of kvferry; kvferry disk ls shows which there are")
-    with alone_in(path.parent):
+    with directory_lock(path.parent):
         remove_store(path)
     rest = (
         "its bytes were given back to the file system, not overwritten: an SSD may hold them "
@@ -299,13 +299,13 @@ def purge_store(path: Path) -> str:
 
 
 def store_bytes(num_places: int, identity: StoreIdentity) -> int:
-    """Return what a store of so many places takes, everything counted."""
+    """Return the bytes of all files of a store with ``num_places`` places."""
     index = Shape(identity.proof_bytes).file_bytes(num_places)
     return num_places * identity.pitch + index + _SMALL_FILES
 
 
 def most_places(num_bytes: int, identity: StoreIdentity) -> int:
-    """Return the most places whose store takes at most ``num_bytes``; 0 if not even one fits."""
+    """Return the most places whose store takes at most ``num_bytes``; 0 if none fits."""
     shape = Shape(identity.proof_bytes)
     of_page = shape.per_page * identity.pitch + shape.file_bytes(1)
     pages, rest = divmod(max(0, num_bytes - _SMALL_FILES), of_page)
@@ -314,13 +314,13 @@ def most_places(num_bytes: int, identity: StoreIdentity) -> int:
 
 
 def free_bytes(root: Path) -> int:
-    """Return what is free on the file system, for users that are not root."""
+    """Return the free bytes of the file system, for users that are not root."""
     found = os.statvfs(root)
     return found.f_bavail * found.f_frsize
 
 
 def set_lengths(folder: Path, superblock: Superblock) -> list[str]:
-    """Make a store's files as long as its size says; return what could not be reserved.
+    """Make a store's files as long as its size requires; return what could not be reserved.
 
     Raises OSError if there is no room.
     """
@@ -337,16 +337,16 @@ def set_lengths(folder: Path, superblock: Superblock) -> list[str]:
     return notes
 
 
-def _cut(folder: Path, superblock: Superblock) -> None:
+def _shrink_store(folder: Path, superblock: Superblock) -> None:
     with StoreLock.take(folder):
         superblock.write(folder)
         set_lengths(folder, superblock)
 
 
 class SpaceQuota:
-    """Shares out one directory, for one store of ``identity`` that is about to be opened.
+    """Computes the space for one store of ``identity`` that is about to be opened, and frees it.
 
-    ``notes`` says what was done to other stores. Only under the directory's lock.
+    ``notes`` names the changes to other stores. To be used only under the directory's lock.
     """
 
     def __init__(self, root: Path, identity: StoreIdentity, bound: DiskBound) -> None:
@@ -355,26 +355,26 @@ class SpaceQuota:
         self._identity = identity
         self._bound = bound
         self._mine = root / identity.folder_name
-        for name in os.listdir(root):  # removals that were cut short
+        for name in os.listdir(root):  # removals that were interrupted
             if name.startswith(_REMOVED):
                 try:
                     _delete(root / name)
                 except (StoreError, OSError) as error:
                     log.warning("%s", error)
-        self._look()
+        self._find_stores()
 
-    def _look(self) -> None:
-        """Find the other stores: ``idle`` ones, ``siblings`` of this server, the rest is open."""
+    def _find_stores(self) -> None:
+        """Find the other stores, and among them idle ones and siblings of this server."""
         self._others = [each for each in stores_under(self._root) if each.path != self._mine]
         self._siblings = [each for each in self._others if self._is_sibling(each)]
         idle = [o for o in self._others if not o.holder and o not in self._siblings]
         self._idle = sorted(idle, key=lambda each: each.last_used)
 
     def claim(self, num_places: int = 0) -> int:
-        """Make room, and return how many places the store may have. StoreError if none.
+        """Free space; return the number of places that the store may have. StoreError if none.
 
-        A store that has ``num_places`` gets fewer only where the bound asks for it. That the file
-        system is full, or below its floor, keeps it from growing and no more.
+        A store that has ``num_places`` gets fewer only if the bound requires it. A file system that
+        is full, or below its floor, only keeps it from growing.
         """
         fair = self._bound.size // self._bound.num_ranks_here
         for other in self._siblings:
@@ -386,7 +386,7 @@ class SpaceQuota:
         wanted = max(held, left // self._bound.num_ranks_here)
         idle = sum(other.num_bytes for other in self._idle)
         if most_places(min(wanted, self._room(held, idle)), self._identity) < 1:
-            raise StoreError(self._why_not(wanted))  # before anything is removed in vain
+            raise StoreError(self._no_room_reason(wanted))  # before anything is removed in vain
         for other in self._idle:
             if self._room(held) >= wanted:
                 break
@@ -394,25 +394,25 @@ class SpaceQuota:
             self._change(other, how, partial(remove_store, other.path))
         num_places = most_places(min(wanted, self._room(held)), self._identity)
         if num_places < 1:
-            raise StoreError(self._why_not(wanted))
+            raise StoreError(self._no_room_reason(wanted))
         return num_places
 
     def _room(self, held: int, freed: int = 0) -> int:
-        """What the store could have if ``freed`` bytes of others went; it has ``held``."""
+        """Return the bytes for our store, now ``held``, if others gave up ``freed`` bytes."""
         return min(self._left_of_bound() + freed, max(held, self._above_floor() + freed))
 
     def _left_of_bound(self) -> int:
         return self._bound.size - sum(other.num_bytes for other in self._others)
 
     def _above_floor(self) -> int:
-        """What the file system has for us, if every rank of this server here gets as much."""
+        """Return the bytes left above the floor, if every rank of this server here gets as much."""
         spare = free_bytes(self._root) - self._bound.keep_free
         mine = spare + allocated_bytes(self._mine)
         kin = sum(allocated_bytes(each.path) for each in self._siblings)
         return min(mine, (mine + kin) // self._bound.num_ranks_here)
 
     def _is_sibling(self, other: StoreFolder) -> bool:
-        """Whether it belongs to another rank of this server, which may be about to open it."""
+        """Return whether it is of another rank of this server, which may be about to open it."""
         if other.superblock is None or other.trouble:
             return False
         mine, its = self._identity, other.superblock.identity
@@ -423,11 +423,11 @@ class SpaceQuota:
         return its.rank != mine.rank if kin else its.family in self._bound.families
 
     def _shrink(self, other: StoreFolder, share: int) -> None:
-        """Cut the store of another rank, whose blocks are of no use without those of all ranks."""
+        """Cut the store of another rank, whose blocks are useless without those of all ranks."""
         assert other.superblock is not None
         num_places = most_places(share, other.superblock.identity)
         superblock = replace(other.superblock, num_places=num_places)
-        self._change(other, "made smaller", lambda: _cut(other.path, superblock))
+        self._change(other, "made smaller", lambda: _shrink_store(other.path, superblock))
 
     def _change(self, other: StoreFolder, how: str, change: Callable[[], object]) -> None:
         try:
@@ -435,11 +435,11 @@ class SpaceQuota:
         except (KvferryError, OSError) as error:  # opened just now, or not ours to change
             log.warning("%s is in the way, and stays as it is: %s", other.path, error)
             return
-        self._look()
+        self._find_stores()
         self.notes.append(f"{other.path} was {how}")
         log.info("%s", self.notes[-1])
 
-    def _why_not(self, share: int) -> str:
+    def _no_room_reason(self, share: int) -> str:
         bound, least = self._bound, store_bytes(1, self._identity)
         held = sum(other.num_bytes for other in self._others)
         reason = (

@@ -1,15 +1,15 @@
-"""The state file of a store: its reset number, and the bytes written to it lately.
+"""The state file of a store: its reset number, and the budget of bytes written per day.
 
-The file has its bytes from the day the store is made, so it can be written on a full drive. The
-reset number separates blocks stored before a reset of the cache from those stored after it: a page
-of the index says under which number its blocks were stored, and only those of the present number
-count. So a reset is one sector, written and synced::
+The file has its full length from the start, so it can be written on a full drive. The reset number
+separates blocks stored before a reset of the cache from later ones. Each page of the index has the
+number under which its blocks were stored, and only pages of the current number count. So a reset is
+one sector, written and synced::
 
     pages of 5 │ the number becomes 8, synced: promised │ pages of 5 do not count │ pages of 8 do
 
-It is written by the drive process once its engine has told it, and by :func:`reset_apart` for an
-engine that cannot wait until then (vLLM's scheduler speaks to its ranks only with the next step).
-What an engine stores that has not heard of the reset has the older number, and does not count.
+The drive process writes it on its engine's order; :func:`reset_in_child` does so for an engine that
+cannot wait until then (vLLM's scheduler reaches its ranks only with the next step). Blocks that an
+engine stores before it hears of the reset have the older number, and do not count.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from kvferry.tiers.ipc.process import run_module
 FILE_NAME = "state"
 FILE_BYTES = 4096
 NOT_KEPT = (1 << 64) - 1
-"""A page with this number never counts for another process: its blocks end with their engine."""
+"""Reset number of pages that count for no other process: their blocks end with their engine."""
 
 _BUDGET_AT = 2 * SECTOR_BYTES
 MODULE = "kvferry.tiers.disk.state"
@@ -45,14 +45,14 @@ def _pack(numbers: Sequence[int], person: bytes) -> bytes:
 
 
 def _unpack(sector: bytes, count: int, person: bytes) -> list[int] | None:
-    """The numbers in a sector; None if it is damaged, or was never written."""
+    """Return the numbers in a sector; None if it is damaged or was never written."""
     ends = range(DIGEST_BYTES, DIGEST_BYTES + 8 * count, 8)
     numbers = [int.from_bytes(sector[at : at + 8], "little") for at in ends]
     return numbers if sector == _pack(numbers, person) else None
 
 
 def read_reset(file: DiskFile) -> int | None:
-    """Return the reset number, from whichever copy is whole; None if both are damaged."""
+    """Return the reset number, the greater of the intact copies; None if both are damaged."""
     data = read_whole(file, 0, 2 * SECTOR_BYTES)
     copies = [
         _unpack(data[at : at + SECTOR_BYTES], 1, b"kvferry.reset") for at in (0, SECTOR_BYTES)
@@ -61,24 +61,24 @@ def read_reset(file: DiskFile) -> int | None:
 
 
 def write_reset(file: DiskFile, number: int) -> None:
-    """Make this the reset number; on the medium on return."""
+    """Set the reset number; durable on return."""
     write_whole(file, 0, _pack([number], b"kvferry.reset") * 2)
     file.sync()
 
 
 def raise_reset(file: DiskFile, number: int) -> None:
-    """Make this the reset number unless it is greater already; on the medium on return."""
+    """Set the reset number unless it is greater already; durable on return."""
     with file.locked():  # the drive process and the scheduler's child may both write
-        # One that can be read may not be on the medium, after a sync that failed.
+        # Always written: after a failed sync, the number read may not be on the medium.
         write_reset(file, max(number, read_reset(file) or 0))
 
 
 class DayBudget:
     """Decides whether bytes may be written, so that no 24 hours see more than ``per_day``.
 
-    Owns how many the budget lacks, in the state file of the store::
+    Owns the number of spent bytes, in the state file of the store::
 
-        may be written at once: 1/8 of a day's;  comes back: 7/8 of a day's each day
+        burst: 1/8 of a day's bytes;  refill: 7/8 of a day's bytes per day
     """
 
     def __init__(self, file: DiskFile, per_day: float) -> None:
@@ -90,7 +90,7 @@ class DayBudget:
         self._spent, self._at = _unpack(sector, 2, b"kvferry.budget") or (0, 0)
 
     def take(self, num_bytes: int) -> bool:
-        """Whether so many bytes may be written now; then they count as written."""
+        """Return whether ``num_bytes`` may be written now; if so, they count as written."""
         with self._lock:
             now = int(time.time())
             back = int(max(0, now - self._at) * self._rate)
@@ -100,8 +100,8 @@ class DayBudget:
             return may
 
     def save(self) -> None:
-        """Note it on the medium. Not synced: a power cut may take half a minute of it."""
-        with self._lock, contextlib.suppress(OSError):  # the drive's health is looked at elsewhere
+        """Write the spent bytes. Not synced: a power cut may lose half a minute of them."""
+        with self._lock, contextlib.suppress(OSError):  # the drive's health is checked elsewhere
             write_whole(self._file, _BUDGET_AT, _pack([self._spent, self._at], b"kvferry.budget"))
 
 
@@ -109,7 +109,7 @@ class DayBudget:
 
 
 def reset_stores(stores: Sequence[StoreAt], number: int) -> str:
-    """Give each store this reset number; return why not all of them have it, or nothing."""
+    """Set the reset number of each store; return why some do not have it, or nothing."""
     failed = []
     for store in stores:
         try:
@@ -123,7 +123,7 @@ def reset_stores(stores: Sequence[StoreAt], number: int) -> str:
 
 
 def is_here(store: StoreAt) -> bool:
-    """Whether this very store lies under its name on this host."""
+    """Return whether the folder on this host still holds this very store."""
     try:
         superblock = read_superblock(Path(store.folder))
     except (OSError, StoreError):
@@ -132,17 +132,17 @@ def is_here(store: StoreAt) -> bool:
 
 
 def this_host() -> str:
-    """What tells this host from others: drawn by the kernel as it starts."""
+    """Return an id of this host: the kernel's boot id, else its name."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text()
     except OSError:
         return socket.gethostname()
 
 
-def reset_apart(stores: Sequence[StoreAt], number: int, timeout: float) -> str:
-    """As :func:`reset_stores`, from a child process, in ``timeout`` seconds at most.
+def reset_in_child(stores: Sequence[StoreAt], number: int, timeout: float) -> str:
+    """As :func:`reset_stores`, in a child process, within ``timeout`` seconds.
 
-    A drive that hangs may hang the process that writes there, and keep that process from ending.
+    A drive that hangs may hang the process that writes to it, and keep that process from ending.
     """
     told = [number, [[store.folder, store.store_id.hex()] for store in stores]]
     try:
@@ -154,7 +154,7 @@ def reset_apart(stores: Sequence[StoreAt], number: int, timeout: float) -> str:
 
 
 def main() -> None:
-    """Run in the child: read which stores get which number, print the answer, both as JSON."""
+    """Run in the child: read the reset number and the stores, print the answer, both as JSON."""
     number, told = json.load(sys.stdin)
     stores = [StoreAt(folder, bytes.fromhex(store_id)) for folder, store_id in told]
     print(json.dumps(reset_stores(stores, number)))

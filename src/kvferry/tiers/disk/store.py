@@ -1,4 +1,4 @@
-"""A store on disk, opened whole: for the drive process that uses it, or to verify its blocks."""
+"""Opens a store on disk: for the drive process that serves it, or to verify its blocks."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ _BUFFER_BYTES = 32 << 20
 class Store(Closing):
     """One rank's blocks on one drive. Owns the lock, the size and the index of the store.
 
-    Leaves the bytes of blocks, in ``blocks_path``, to others: place ``p`` is the ``pitch`` bytes
-    from ``p * pitch`` on. ``notes`` tells people what opening it did.
+    Leaves the bytes of blocks, in ``blocks_path``, to ``BlockFile``. ``notes`` tells people what
+    opening changed.
     """
 
     def __init__(
@@ -58,13 +58,13 @@ class Store(Closing):
         is_kept: bool = True,
         on_behalf_of: int | None = None,
     ) -> Store:
-        """Open the store of ``identity`` under ``root``: a new one at the size of its share.
+        """Open the store of ``identity`` under ``root``, or create it at the size of its share.
 
-        One that is there keeps its size unless the bound is smaller, and grows if there is room.
-        ``before`` is what an engine has open that starts its drive process again: then it must be
-        the same store. ``on_behalf_of`` is the process that the lock names.
+        An existing one keeps its size unless the bound is smaller, and grows if there is room.
+        ``before`` is the ready message of the engine's earlier drive process: the store must be the
+        same. ``on_behalf_of`` is the process that the lock names.
 
-        Raises StoreError, with what to do; StoreInUseError if another process has it.
+        Raises StoreError, with a remedy; StoreInUseError if another process has it.
         """
         folder = root / identity.folder_name
         notes: list[str] = []
@@ -76,17 +76,17 @@ class Store(Closing):
                     number = before.reset_number
                 else:
                     root.mkdir(mode=0o700, parents=True, exist_ok=True)
-                    with quota.alone_in(root):
+                    with quota.directory_lock(root):
                         with suppress(FileExistsError):
                             folder.mkdir(mode=0o700)
                         lock = undo.enter_context(StoreLock.take(folder, on_behalf_of=on_behalf_of))
                         found = _superblock(folder, notes)
                         if found is not None:
-                            _require_same(folder, found, identity, key)
+                            _require_identity(folder, found, identity, key)
                         share = quota.SpaceQuota(root, identity, bound)
                         num_places = share.claim(0 if found is None else found.num_places)
                         notes += share.notes
-                        superblock = _sized(folder, found, identity, num_places, key, notes)
+                        superblock = _resize_store(folder, found, identity, num_places, key, notes)
                     number = None
                 index = DiskIndex.open(folder, superblock, number, is_kept)
                 undo.pop_all()
@@ -99,7 +99,7 @@ class Store(Closing):
         return cls(lock, replace(superblock, identity=identity), index, notes)
 
     def close(self) -> None:
-        """Commit, then let the store go. Safe to call twice. StoreError if the commit failed."""
+        """Commit, then release the store. Safe to call twice. StoreError if the commit failed."""
         try:
             self.index.close()
         finally:
@@ -107,7 +107,7 @@ class Store(Closing):
 
 
 def _superblock(folder: Path, notes: list[str] | None = None) -> Superblock | None:
-    """Return the superblock; None if there is none, or a damaged one: then the store begins anew.
+    """Return the superblock; None if it is missing or damaged: the store then begins anew.
 
     One of another format is refused and left as it is; so is a damaged one without ``notes``.
     """
@@ -124,7 +124,7 @@ def _superblock(folder: Path, notes: list[str] | None = None) -> Superblock | No
 def _require_unchanged(
     folder: Path, superblock: Superblock | None, before: ReadyMessage
 ) -> Superblock:
-    """Refuse a store that is not as the engine knows it: another process was there meanwhile."""
+    """Raise StoreError if another process replaced or resized the store of this engine."""
     if superblock is None or superblock.store_id != before.store.store_id:
         raise StoreError(f"{folder} is another store than the one this engine had open")
     if superblock.num_places != before.num_places:
@@ -135,10 +135,10 @@ def _require_unchanged(
     return superblock
 
 
-def _require_same(
+def _require_identity(
     folder: Path, superblock: Superblock, identity: StoreIdentity, key: bytes | None
 ) -> None:
-    """Refuse a store that is not ours to read, and leave it as it is."""
+    """Raise StoreError if a store has another identity or key; leave it as it is."""
     its = superblock.identity
     remedy = f"give another directory (disk), or remove it: kvferry disk purge {folder}"
     if its.is_sealed != identity.is_sealed:
@@ -160,7 +160,7 @@ def _require_same(
         )
 
 
-def _sized(
+def _resize_store(
     folder: Path,
     found: Superblock | None,
     identity: StoreIdentity,
@@ -168,18 +168,18 @@ def _sized(
     key: bytes | None,
     notes: list[str],
 ) -> Superblock:
-    """Bring the store to so many places, or make it; return its superblock.
+    """Create the store, or resize it to ``num_places``; return its superblock.
 
     A crash in between loses nothing that fits::
 
         grow      files longer | superblock | index may name the new places
-        shrink    superblock | files shorter; what the index says of the rest does not count
+        shrink    superblock | files shorter; the index's records of the rest do not count
     """
     if found is None:
         superblock = Superblock(identity, num_places)
         if key is not None:
             superblock = replace(superblock, key_check=key_check(key, superblock.store_id))
-        for name in (INDEX_NAME, quota.BLOCKS_NAME):  # of a store whose superblock was damaged
+        for name in (INDEX_NAME, quota.BLOCKS_NAME):  # of a store with a damaged superblock
             (folder / name).unlink(missing_ok=True)
         _make_state(folder, 0)
         notes += quota.set_lengths(folder, superblock)
@@ -190,7 +190,7 @@ def _sized(
         return superblock
     state_file = folder / state.FILE_NAME
     if not state_file.exists() or state_file.stat().st_size < state.FILE_BYTES:
-        # What was reset is not known any more, so nothing of it may count.
+        # Without the reset number no block may count.
         _make_state(folder, None)
     superblock = replace(found, identity=identity, num_places=num_places)
     if num_places < found.num_places:
@@ -213,7 +213,7 @@ def _make_state(folder: Path, reset_number: int | None) -> None:
 
 
 def verify_store(path: Path, key: bytes | None = None) -> tuple[int, list[int]]:
-    """Compare every block with its proof; return how many there are, and the places of bad ones.
+    """Compare every block with its proof; return the number of blocks, and bad ones' places.
 
     Raises StoreError if the store cannot be read, or is encrypted with another key than ``key``;
     StoreInUseError if a process has it open.
@@ -238,7 +238,7 @@ def verify_store(path: Path, key: bytes | None = None) -> tuple[int, list[int]]:
         )
         shape, reset = Shape(mine.proof_bytes), state.read_reset(numbers)
         table = PageTable(index, superblock.store_id, superblock.num_places, shape)
-        # Under a number that is damaged nothing counts.
+        # With a damaged reset number no block counts.
         records = table.recover(state.NOT_KEPT - 1 if reset is None else reset)[0]
         places = np.flatnonzero(records["turn"])
         for start in range(0, len(places), most):

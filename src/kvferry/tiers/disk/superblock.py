@@ -1,8 +1,7 @@
-"""What a store says of itself: its identity and its size.
+"""The superblock of a store: its identity and its size.
 
-The superblock is one sector, twice in a file that has its bytes from the day the store is made. The
-first copy is written and synced, then the second: at every moment one of them is whole, and the
-first that is whole counts.
+The superblock is one sector, stored twice in a file of constant length. The first copy is written
+and synced, then the second: at every moment one of them is intact, and the first intact one counts.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from kvferry.tiers.disk.files import (
 NAMESPACE_BYTES = 32
 MAX_LABEL_BYTES = 256
 FOLDER = re.compile(r"kvferry-[0-9a-f]{16}-r[0-9]+of[0-9]+-d[0-9]+of[0-9]+")
-"""What the folder of a store is called."""
+"""Pattern of the name of a store's folder."""
 
 FILE_NAME = "superblock"
 FILE_BYTES = 4096
@@ -39,7 +38,7 @@ MAGIC = b"KVFERRY\0"
 STORE_ID_BYTES = 16
 CHECK_BYTES = 16
 HASH_BYTES, SEAL_BYTES = 16, 28
-"""The proof of a block without and with a key: see ``block_file``."""
+"""Bytes of a block's proof without and with encryption: see ``block_file``."""
 
 _HEAD = struct.Struct("<8sI4x")
 _FIELDS = struct.Struct(
@@ -54,7 +53,7 @@ _FIELDS_AT, _LABEL_AT = DIGEST_BYTES + _HEAD.size, 192
 
 
 class StoreAt(NamedTuple):
-    """One store: its folder, the id that was drawn for it, and the host that has it open."""
+    """A store's folder, its random id, and the host that has it open."""
 
     folder: str
     store_id: bytes
@@ -63,10 +62,10 @@ class StoreAt(NamedTuple):
 
 @dataclass(frozen=True)
 class StoreIdentity:
-    """What must agree for a store to be read: whose blocks, how large, which part of them.
+    """What must match before a store is read: the blocks' origin, size, rank and drive.
 
     ``namespace`` decides the bytes of this rank's blocks; ``family`` is the same for all ranks of
-    one server. ``label`` is for people, and need not agree.
+    one engine. ``label`` is for people, and need not match.
     """
 
     namespace: bytes
@@ -81,7 +80,7 @@ class StoreIdentity:
 
     @property
     def pitch(self) -> int:
-        """Bytes from one place to the next: whole sectors, as O_DIRECT needs them."""
+        """Bytes from one place to the next: a multiple of ``SECTOR``, as O_DIRECT needs."""
         return -(-self.block_bytes // SECTOR) * SECTOR
 
     @property
@@ -98,11 +97,11 @@ class StoreIdentity:
 
 @dataclass(frozen=True)
 class DiskBound:
-    """What stores may take under one directory.
+    """Limits on the bytes of stores under one directory.
 
     ``size`` bounds all of this host's stores there, of all servers; ``keep_free`` stays free on the
-    file system; ``num_ranks_here`` ranks of this server share it. ``families`` are those of
-    all engines of this server here, whose ranks share it too.
+    file system. ``num_ranks_here`` ranks of this server share the space; so do the ranks of
+    ``families``, all engines of this server here.
     """
 
     size: int
@@ -112,7 +111,7 @@ class DiskBound:
 
 
 class SuperblockError(StoreError):
-    """A superblock that is there and cannot be used. ``version`` is another format's, or 0."""
+    """A superblock cannot be used. ``version`` is its format if that is another one, else 0."""
 
     def __init__(self, message: str, version: int = 0) -> None:
         super().__init__(message)
@@ -121,7 +120,7 @@ class SuperblockError(StoreError):
 
 @dataclass(frozen=True)
 class Superblock:
-    """A store's identity and size. ``key_check`` recognises a wrong key; zero without a key."""
+    """A store's identity and size. ``key_check`` detects a wrong key; zeros without encryption."""
 
     identity: StoreIdentity
     num_places: int
@@ -131,7 +130,7 @@ class Superblock:
 
     def pack(self) -> bytes:
         sector = bytearray(SECTOR_BYTES)
-        # As much of the label as there is room for, in whole characters.
+        # The label is cut to the room for it, in whole characters.
         label = self.identity.label.encode()[:MAX_LABEL_BYTES].decode(errors="ignore").encode()
         mine = self.identity
         values: dict[str, Any] = {**vars(self), **vars(mine)}
@@ -145,7 +144,7 @@ class Superblock:
 
     @classmethod
     def unpack(cls, sector: bytes) -> Superblock:
-        """Return the superblock in a sector. SuperblockError, with the reason, if it is none."""
+        """Return the superblock in a sector. SuperblockError, with the reason, if it is invalid."""
         digest = _digest(sector[DIGEST_BYTES:])
         if len(sector) != SECTOR_BYTES or digest != sector[:DIGEST_BYTES]:
             raise SuperblockError("it is damaged: its checksum does not match")
@@ -162,7 +161,7 @@ class Superblock:
         return cls(identity, **mine)
 
     def write(self, folder: Path) -> None:
-        """Make this the store's superblock, in the bytes of its file; on the medium on return."""
+        """Write this superblock into the store's file, unless it is there; durable on return."""
         with contextlib.closing(DiskFile(folder / FILE_NAME)) as file:
             sector = self.pack()
             if read_whole(file, 0, 2 * SECTOR_BYTES) != sector * 2:
@@ -172,16 +171,16 @@ class Superblock:
 
 
 def read_superblock(folder: Path) -> Superblock | None:
-    """Return the store's superblock, from whichever copy is whole; None if there is no file.
+    """Return the store's superblock, from an intact copy; None if there is no file.
 
-    Raises SuperblockError if neither copy can be used, StoreError if it cannot be read.
+    Raises SuperblockError if neither copy can be used, StoreError if the file cannot be read.
     """
     try:
         with contextlib.closing(DiskFile(folder / FILE_NAME, writable=False)) as file:
             data = read_whole(file, 0, 2 * SECTOR_BYTES)
     except FileNotFoundError:
         return None
-    except OSError as error:  # it may be whole: the drive has a bad moment
+    except OSError as error:  # it may be intact: the drive has a passing fault
         raise StoreError(f"{folder / FILE_NAME} cannot be read: {error}") from error
     faults = []
     for at in (0, SECTOR_BYTES):

@@ -1,13 +1,13 @@
-"""The tier on disk: places on one or more drives, each served by a process of its own.
+"""The disk tier: places (slots) on one or more drives, each served by a child process.
 
 A drive as its engine sees it::
 
     starting ──> up ──┐
-       ^              │ it died, had to end, or does not answer: killed
-       └── a while ───┘
+       ^              │ the process died, had to end, or is killed because it does not answer
+       └── a pause ───┘
 
-A thread for each drive does the waiting. What was in flight on a drive that is gone has failed, and
-its memory is ours again.
+One thread per drive waits for its process. Orders in flight on a process that is gone have failed,
+and no process touches their memory any more.
 """
 
 from __future__ import annotations
@@ -55,15 +55,15 @@ from kvferry.types import NO_SLOTS, Reset, TierName
 log = logging.getLogger(__name__)
 
 START_SECONDS = 5.0
-"""How long opening waits for drives before it goes on without them."""
+"""Seconds that opening waits for drives before it continues without them."""
 
 STARTING = "starting"
 _TICK_SECONDS = 0.25
 _MIN_PAUSE, _MAX_PAUSE = 0.1, 30.0
 _PATIENCE = 3600.0
-"""Recovery of the largest store takes seconds; a drive that is silent for so long is killed."""
+"""Seconds until a drive that is silent while opening is killed; large recoveries take seconds."""
 _CLOSE_SECONDS, _GRACE_SECONDS = 3.0, 2.0
-"""How long closing waits for what is under way, and then for the last commit."""
+"""Seconds that closing waits for batches in flight, and then for the last commit."""
 
 Launch = Callable[[DriveSetup], ChildProcess]
 
@@ -74,9 +74,9 @@ def start_drive(setup: DriveSetup) -> ChildProcess:
 
 @dataclass(frozen=True)
 class Stripes:
-    """``places_each`` places on each of ``num_drives`` drives, which take turns.
+    """Spreads places over ``num_drives`` drives in turn, ``places_each`` on each.
 
-    So places in a row are neighbours on each drive, and are read there in one call.
+    So adjacent places are adjacent on each drive too, and are read there in one call.
     """
 
     num_drives: int
@@ -87,7 +87,7 @@ class Stripes:
         return self.num_drives * self.places_each
 
     def split(self, places: Numbers) -> list[tuple[int, Numbers, Numbers]]:
-        """For each drive concerned: its number, the positions it has, and its own places."""
+        """Return for each drive concerned: its number, the positions it has, and its own places."""
         there, drives = np.divmod(places, self.num_drives)
         return [
             (drive, positions, there[positions])
@@ -96,16 +96,16 @@ class Stripes:
         ]
 
     def join(self, drive: int, there: Numbers) -> tuple[Flags, Numbers]:
-        """Which of a drive's own places are places of the tier, and which ones those are."""
+        """Return which of a drive's places belong to the tier, and their numbers in the tier."""
         here = there < self.places_each
         return here, there[here] * self.num_drives + drive
 
 
 class DriveClient:
-    """Owns a drive process, which it starts again when it is gone, and the thread that waits.
+    """Owns a drive process, which it restarts when it is gone, and the thread that waits for it.
 
-    ``changed`` is the tier's lock and guards everything but the thread. ``ended`` is called with it
-    held, with each order and its result, or why it has none.
+    ``changed`` is the tier's lock and guards everything but the thread. ``ended`` is called under
+    it with each order and its result, or the reason why it has none.
     """
 
     def __init__(
@@ -117,30 +117,30 @@ class DriveClient:
     ) -> None:
         self.path = setup.path
         self.ready: ReadyMessage | None = None
-        """What the drive said when it was first up; None until then."""
+        """The drive's last ready message; None until it is first up."""
         self.ailment = STARTING
         self.refusal = ""
-        """Why its process could not open it, or had to end, the last time."""
+        """Why the last process could not open the drive, or had to end."""
         self.recovered: tuple[Numbers, Words] | None = None
         self.number = 0
-        """The reset number that the drive is to have; orders carry it."""
+        """The reset number that the drive should have; orders carry it."""
         self._setup = setup
         self._changed = changed
         self._ended = ended
         self._launch = launch
         self._child: ChildProcess | None = None
         self._orders: set[int] = set()
-        self._left_behind: set[int] = set()
+        self._abandoned_orders: set[int] = set()
         self._is_kept = True
         self._was_reset = False
         self._persisted = 0
         """The last reset number that the drive has made durable."""
         self.least_places = 0
-        """A store with fewer places than the others cannot be used."""
-        self._past = DiskFigures()
+        """A drive whose store has fewer places than the other drives use cannot be used."""
+        self._past_figures = DiskFigures()
         self._num_starts = 0
         self._max_silence = setup.deadline + 1.0
-        """A drive that is up and silent for so many seconds is killed."""
+        """Seconds of silence after which a drive that is up is killed."""
         self._is_closing = False
         self._is_given_up = False
         self._thread = threading.Thread(
@@ -160,12 +160,12 @@ class DriveClient:
         return ""
 
     def reset(self, number: int, *, is_kept: bool) -> None:
-        """Forget everything. A drive that is away is told when it is back, before anything else."""
+        """Drop all blocks. A drive that is away gets this order first when it is back."""
         self._is_kept, self._was_reset = is_kept, True
         self.agree(max(number, self.number + 1))
 
     def agree(self, number: int) -> None:
-        """The tier's reset number: blocks here are stale if they have an older one."""
+        """Set the tier's reset number: blocks with an older one are stale."""
         if number > self.number:
             self.number, self.recovered = number, None
             if self._child is not None and self.ready is not None:
@@ -180,13 +180,13 @@ class DriveClient:
 
     @property
     def has_forgotten(self) -> bool:
-        """Whether all that it was told to forget is forgotten durably."""
+        """Whether all resets ordered so far are durable."""
         return self._persisted == self.number
 
     def figures(self) -> DiskFigures:
         now = DiskFigures() if self._child is None else figures_of(self._child.status)
         return replace(
-            add_up([self._past, now]),
+            add_up([self._past_figures, now]),
             restarts=max(0, self._num_starts - 1),
             drives_away=int(bool(self.ailment)),
         )
@@ -194,7 +194,7 @@ class DriveClient:
     # -- closing, without the lock ----------------------------------------------------------------
 
     def hang_up(self) -> None:
-        """Ask the drive to end: it commits and goes."""
+        """Ask the process to end: it commits and exits."""
         with self._changed:
             self._is_closing = True
             child = self._child
@@ -203,15 +203,15 @@ class DriveClient:
             child.channel.wake()
 
     def join(self, timeout: float) -> tuple[int, ...]:
-        """Wait for its end, then kill it; return orders whose memory it may still touch."""
+        """Wait for the process to end, else kill it; return orders whose memory it may touch."""
         self._thread.join(timeout)
         if self._thread.is_alive():
             self._is_given_up = True
             with self._changed:
                 if self._child is not None:
                     self._child.channel.wake()
-            self._thread.join()  # it waits for nothing any more
-        return tuple(self._left_behind)
+            self._thread.join()  # the thread waits for nothing any more
+        return tuple(self._abandoned_orders)
 
     # -- the thread -------------------------------------------------------------------------------
 
@@ -219,7 +219,7 @@ class DriveClient:
         pause = _MIN_PAUSE
         while True:
             began = time.monotonic()
-            self._live()
+            self._run_process()
             with self._changed:
                 if time.monotonic() - began > _MAX_PAUSE:
                     pause = _MIN_PAUSE
@@ -227,13 +227,13 @@ class DriveClient:
                     return
             pause = min(2 * pause, _MAX_PAUSE)
 
-    def _live(self) -> None:
-        """One life of the process, from its start until it is gone and its orders have failed."""
+    def _run_process(self) -> None:
+        """Run one process, from its start until it is gone and its orders have failed."""
         before = self.ready and replace(self.ready, reset_number=self._persisted)
         setup = replace(self._setup, before=before, is_kept=self._is_kept)
         try:
             child = self._launch(setup)
-        except Exception as error:  # whatever it is, the engine waits for an answer
+        except Exception as error:  # after any error, the engine waits for an answer
             self._refuse(words_of(error))
             return
         with self._changed:
@@ -245,18 +245,18 @@ class DriveClient:
         try:
             try:
                 reason = self._listen(child)
-            except Exception as error:  # with this thread all its orders would wait for ever
+            except Exception as error:  # without this thread all orders would wait for ever
                 log.exception("%s: the drive process sent an invalid reply", self.path)
                 reason = f"the drive process sent an invalid reply: {words_of(error)}"
             if not child.wait(0 if reason else 1.0):
-                is_safe = child.take_back_memory()
+                is_safe = child.stop_memory_writes()
             reason = self.refusal or reason or f"the drive process {child.ending}"
-            self._lose(child, reason, is_safe)
+            self._process_ended(child, reason, is_safe)
         finally:
             child.close()
 
     def _listen(self, child: ChildProcess) -> str:
-        """Until the process is gone, or answers no more: then return why it must be killed."""
+        """Handle messages until the process is gone; return why it must be killed, if so."""
         beat, missed = -1, 0.0
         while not child.channel.is_ended:
             if self._is_given_up:
@@ -266,14 +266,14 @@ class DriveClient:
             for kind, body in child.channel.receive():
                 self._handle(child, kind, body)
             last, beat = beat, child.status.get(HEARTBEAT)
-            # Time that we ourselves were stopped does not count: only ticks that we saw pass.
+            # A tick counts for 1 s at most: we may have been stopped ourselves.
             missed = 0.0 if last != beat else missed + min(time.monotonic() - before, 1.0)
             if missed > (self._max_silence if self.ready is not None else _PATIENCE):
                 return f"the drive process did not answer for {missed:.0f} s"
         return ""
 
     def _handle(self, child: ChildProcess, kind: FrameKind, body: bytes) -> None:
-        if kind is FrameKind.SAYS:
+        if kind is FrameKind.LOG:
             level, text = messages.unpack(body)
             log.log(level, "%s: %s", self.path, text)
             return
@@ -297,22 +297,22 @@ class DriveClient:
                 f"it has room for {ready.num_places} blocks, the other directories for "
                 f"{self.least_places}"
             )
-            child.channel.end()  # it is tried again, and may have more room then
+            child.channel.end()  # the next process tries again, and may find more room
             return
         if self.ready is None:
             self._persisted = ready.reset_number
-            # After the clock was put back a reset's number must still be one of its own.
+            # A reset's number must be a new one even if the clock was put back.
             self.number = max(self.number, ready.reset_number + self._was_reset)
             if self.has_forgotten:
                 self.recovered = take_blocks(child.status, ready.num_recovered)
             log.info("disk %s: %s", self.path, ready.report)
-        self.ready = replace(ready, num_recovered=0)  # a store that was gone has another id now
+        self.ready = replace(ready, num_recovered=0)  # its recovered blocks are taken, or stale
         if not self.has_forgotten:
             self._send_reset(child)
         self.refusal = ""
-        self._ail("")
+        self._set_ailment("")
 
-    def _ail(self, reason: str) -> None:
+    def _set_ailment(self, reason: str) -> None:
         with self._changed:
             if reason and not self.ailment:
                 log.warning("disk %s cannot be used: %s", self.path, reason)
@@ -324,30 +324,30 @@ class DriveClient:
     def _refuse(self, reason: str) -> None:
         with self._changed:
             self.refusal = reason
-            self._ail(reason)
+            self._set_ailment(reason)
 
-    def _lose(self, child: ChildProcess, reason: str, is_safe: bool) -> None:
-        """The process is gone: so are its orders."""
+    def _process_ended(self, child: ChildProcess, reason: str, is_safe: bool) -> None:
+        """Note that the process is gone, and fail its orders."""
         with self._changed:
-            # What it counted stays counted; what waited there, and since when, went with it.
+            # Its counters stay in the sums; its pending blocks are gone.
             last = replace(figures_of(child.status), pending=0, durable_lag=0.0)
-            self._past = add_up([self._past, last])
+            self._past_figures = add_up([self._past_figures, last])
             self._child = None
             if not self._is_closing:
                 self.refusal = reason
-                self._ail(reason)
+                self._set_ailment(reason)
             if is_safe:
                 for order_id in self._orders:
                     self._ended(order_id, reason)
                 self._orders.clear()
             else:
-                self._left_behind |= self._orders
+                self._abandoned_orders |= self._orders
             self._changed.notify_all()
 
 
 @dataclass(eq=False)
 class _InFlightBatch:
-    """A batch, its orders to the drives, and what is known of its blocks so far."""
+    """A batch, its orders to the drives, and the results of its blocks so far."""
 
     batch: Batch
     ok: Flags
@@ -358,10 +358,10 @@ class _InFlightBatch:
 
 
 class DiskTier:
-    """Keeps blocks on drives, across restarts too. Owns a client for each drive.
+    """Keeps blocks on drives, also across restarts. Owns a client for each drive.
 
-    A drive that is away costs its own places; the tier ails when all are away. Until a drive is
-    open the tier ails, and ``num_places`` is the most that it may have.
+    A drive that is away makes only its own places unavailable. The tier is unavailable while all
+    drives are away. Until a drive is open, ``num_places`` is an upper bound.
     """
 
     def __init__(
@@ -373,13 +373,13 @@ class DiskTier:
         start_deadline: float = START_SECONDS,
         most_places: int = 1,
     ) -> None:
-        """Open a store for each setup, all at once; go on without after ``start_deadline``."""
+        """Open a store for each setup, all at once; wait at most ``start_deadline`` seconds."""
         self.name = name
         self.block_bytes = setups[0].identity.block_bytes
         check_size(name, len(setups), self.block_bytes)
         self.num_places: int | None = most_places * len(setups)
         self.stripes = Stripes(len(setups), 0)
-        """How places lie on the drives; without places until one is open."""
+        """The distribution of places over the drives; without places until a drive is open."""
         self._changed = threading.Condition()  # guards all below, and the drive clients
         self._batches: dict[BatchId, _InFlightBatch] = {}
         self._orders: dict[int, tuple[_InFlightBatch, Numbers]] = {}
@@ -387,8 +387,8 @@ class DiskTier:
         self._results: list[Result] = []
         self._recovered: Recovered = (Keys.empty(), NO_SLOTS)
         self.reset_number = 0
-        """When the cache was last reset, as far as any drive knows."""
-        self._mask = bytes(KEY_BYTES)  # takes the engine's epoch off: the next one begins at 0
+        """The reset number of the last reset that any drive knows of."""
+        self._mask = bytes(KEY_BYTES)  # removes the engine's epoch: the next engine begins at 0
         self._abandoned: tuple[BatchId, ...] = ()
         self._is_closing = False
         self._is_closed = False
@@ -414,7 +414,7 @@ class DiskTier:
                     log.warning("disk %s is left out until it is open: %s", drive.path, reason)
 
     def is_open(self) -> bool:
-        """Whether a drive is open, or was: then the tier has its places."""
+        """Return whether a drive is open, or was: then the number of places is known."""
         with self._changed:
             return self._is_laid_out or self._lay_out()
 
@@ -423,7 +423,7 @@ class DiskTier:
         return self.stripes.places_each > 0
 
     def _lay_out(self) -> bool:
-        """Begin with the drives that are open, if any is. The lock is held."""
+        """Set the number of places, by the drives that are open, if any is. The lock is held."""
         ready = [drive.ready for drive in self._drives if drive.ready is not None]
         if not ready:
             return False
@@ -439,7 +439,7 @@ class DiskTier:
         return True
 
     def _gather(self) -> Recovered:
-        """What all drives still have, each drive's in the order written, merged by progress."""
+        """Return the recovered blocks of all drives, merged by their relative order of writing."""
         keys, places, times = [], [], []
         for number, drive in enumerate(self._drives):
             if drive.recovered is not None:
@@ -454,7 +454,7 @@ class DiskTier:
         return Keys(np.concatenate(keys)[order]), np.concatenate(places)[order]
 
     def recovered(self) -> Recovered:
-        """Return what an earlier life left, in the order written. Once, before any batch."""
+        """Return an earlier process's blocks, in the order written. Only once, before any batch."""
         found, self._recovered = self._recovered, (Keys.empty(), NO_SLOTS)
         return found
 
@@ -511,9 +511,9 @@ class DiskTier:
         self.reset(Reset(time.time_ns(), 0))
 
     def reset(self, reset: Reset) -> None:
-        """Forget everything; keys are those of ``reset.epoch`` from now on."""
+        """Drop all blocks; later keys are those of ``reset.epoch``."""
         with self._changed:
-            # After the clock was put back the number must still be one of its own.
+            # The number must grow even if the clock was put back.
             self.reset_number = max(reset.number, self.reset_number + 1)
             self._mask = scope(reset.epoch, 0)
             self._recovered = (Keys.empty(), NO_SLOTS)
@@ -521,16 +521,16 @@ class DiskTier:
                 drive.reset(self.reset_number, is_kept=reset.is_kept)
 
     def keep_nothing(self) -> None:
-        """What is written from now on, until the next reset, is not found by another process."""
+        """Hide blocks that are written from now until the next reset from other processes."""
         with self._changed:
             self.reset_number += 1
             for drive in self._drives:
                 drive.reset(self.reset_number, is_kept=False)
 
     def wait_forgotten(self, timeout: float) -> bool:
-        """Return whether nothing forgotten could come back any more, whatever happens next.
+        """Return whether no dropped block can come back any more, whatever happens next.
 
-        Waits for drives that are well; one that is away forgets when it is back.
+        Waits at most ``timeout`` seconds for drives that are well; others drop them on return.
         """
         drives = self._drives
         with self._changed:
@@ -540,7 +540,7 @@ class DiskTier:
             return all(drive.has_forgotten for drive in drives)
 
     def stores(self) -> tuple[StoreAt, ...]:
-        """Return where the blocks lie, for processes that reach them without us."""
+        """Return the stores that hold the blocks, for processes that reach them without us."""
         with self._changed:
             return tuple(drive.ready.store for drive in self._drives if drive.ready is not None)
 
@@ -563,7 +563,7 @@ class DiskTier:
             self._is_closed = True
         for drive in self._drives:
             drive.hang_up()
-        # The last commit has some time even if the bound is short, unless something hangs.
+        # The last commit gets some time even if ``timeout`` is short, unless something hangs.
         grace = 0.0 if self._batches else _GRACE_SECONDS
         end = max(end, time.monotonic() + grace)
         left = [
@@ -576,7 +576,7 @@ class DiskTier:
             return self._abandoned
 
     def _order_ended(self, number: int, result: Result | str) -> None:
-        """One drive's part of a batch ended, or failed as a whole; the lock is held."""
+        """Record the result of one drive's part of a batch, or why it failed; the lock is held."""
         entry, positions = self._orders[number]
         if isinstance(result, str):
             ok = np.zeros(len(positions), dtype=bool)
@@ -598,7 +598,7 @@ class DiskTier:
 
 
 def open_disk(setup: TierSetup) -> DiskTier:
-    """Open the tier that the setting ``disk`` makes."""
+    """Open the tier of the setting ``disk``."""
     config = setup.config
     if not config.disk:
         raise ConfigError("disk: no directory is named; give disk = PATH")
@@ -627,7 +627,7 @@ def open_disk(setup: TierSetup) -> DiskTier:
             f"{setup.num_ranks_here} ranks has no room for a block of "
             f"{format_size(setup.block_bytes)}; raise it"
         )
-    open_prover(setup.block_bytes, bytes(16), key)  # says which package is missing
+    open_prover(setup.block_bytes, bytes(16), key)  # raises ConfigError if a package is missing
     day = config.disk_write_per_day
     per_day = None if day is None else day / (count * setup.num_ranks)
     setups = [

@@ -1,4 +1,4 @@
-"""Child processes of the engine: how they start, talk, share memory with it, and end.
+"""Child processes of the engine: their start and end, messages, and memory shared with it.
 
 The package knows nothing of drives or shared stores, and keeps no state of a tier.
 """

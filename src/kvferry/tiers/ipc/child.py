@@ -1,7 +1,7 @@
-"""The child's side of a child process: from its start to its end.
+"""The child's side of a child process, from start to exit.
 
-It ends when the engine ends or hangs up. It ignores signals of the terminal, because what an
-interrupt means is the engine's to decide.
+It exits when the engine dies or closes the channel. It ignores signals of the terminal, because the
+engine decides what an interrupt means.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from kvferry.tiers.ipc.memory import EngineMemory, StatusPage
 from kvferry.tiers.ipc.messages import Channel, FrameKind, pack
 
 _LAST_SECONDS = 1.8
-"""What a child has for its last commit once its engine has died."""
+"""Seconds that a child has for its last commit after its engine has died."""
 
 
 @dataclass(frozen=True)
 class EngineLink:
-    """What a child has of its engine. ``hello`` is what the engine told it to serve."""
+    """A child's connections to its engine. ``hello`` is the engine's message of what to serve."""
 
     channel: Channel
     status: StatusPage
@@ -49,11 +49,11 @@ class _LogHandler(logging.Handler):
         self._channel = channel
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._channel.send(pack(FrameKind.SAYS, record.levelno, record.getMessage()))
+        self._channel.send(pack(FrameKind.LOG, record.levelno, record.getMessage()))
 
 
 def serve_engine(serve: Serve, channel: Channel, status: StatusPage, memory: EngineMemory) -> None:
-    """Wait for the engine's hello, then serve it until it ends."""
+    """Wait for the engine's hello, then serve it until the channel ends."""
     while not channel.is_ended:
         channel.wait(1.0)
         for _, hello in channel.receive(1):
@@ -67,9 +67,9 @@ def serve_engine(serve: Serve, channel: Channel, status: StatusPage, memory: Eng
             return
 
 
-def _end_with(engine: int) -> None:
-    """End this process two seconds after the engine's, whatever its threads are doing then."""
-    with suppress(OSError):  # a kernel before 5.3, or a dead engine: the channel must do
+def _exit_after(engine: int) -> None:
+    """Exit ``_LAST_SECONDS`` after the engine's process has ended, whatever other threads do."""
+    with suppress(OSError):  # a kernel before 5.3, or a dead engine: only the channel tells
         select.select([os.pidfd_open(engine)], [], [])
         time.sleep(_LAST_SECONDS)
         os._exit(0)
@@ -81,13 +81,13 @@ def main(serve: Serve) -> None:
         signal.signal(number, signal.SIG_IGN)
     pid, line, page, memory = (int(text) for text in sys.argv[1:5])
     channel = Channel(socket.socket(fileno=line), pid)
-    threading.Thread(target=_end_with, args=(pid,), name="kvferry-child-end", daemon=True).start()
+    threading.Thread(target=_exit_after, args=(pid,), name="kvferry-child-end", daemon=True).start()
     log = logging.getLogger("kvferry")
     log.setLevel(logging.INFO)
     log.addHandler(_LogHandler(channel))
     mem_fd = None if memory < 0 else memory
     serve_engine(serve, channel, StatusPage(page), EngineMemory(pid, mem_fd))
-    # A thread that hangs in the kernel must not keep the process: no waiting, no clearing up. It
-    # may keep the socket open, too.
+    # A thread that hangs in the kernel must not keep the process alive, so nothing is joined or
+    # closed. Such a thread may keep the socket open, so the channel is ended explicitly.
     channel.end()
     os._exit(0)

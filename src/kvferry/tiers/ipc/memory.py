@@ -1,8 +1,8 @@
-"""Memory between an engine and a child process: the engine's own, by address, and a shared page.
+"""Memory shared by an engine and a child process: the engine's own, and a status page.
 
-``process_vm_readv`` and ``process_vm_writev`` copy between two processes at the speed of memory.
-Where the kernel forbids them (Yama, a container's rules), the engine opens its own
-``/proc/self/mem`` and hands it over, which does the same more slowly.
+``process_vm_readv`` and ``process_vm_writev`` copy between two processes at the speed of memory. If
+the kernel forbids them (Yama, a container's rules), the engine opens its own ``/proc/self/mem`` for
+the child. Copies through it are slower.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ for _name in ("pread", "pwrite"):
 
 
 class EngineMemory:
-    """Copies segments from and to the process ``pid``. Any thread may use it."""
+    """Copies segments from and to the memory of process ``pid``. Any thread may use it."""
 
     def __init__(self, pid: int, mem_fd: int | None = None) -> None:
         self._pid = pid
@@ -44,11 +44,11 @@ class EngineMemory:
         self._is_refused = False
 
     def fetch(self, here: Numbers, there: Numbers, sizes: Numbers) -> npt.NDArray[np.bool_]:
-        """Copy segments from there to here; return which of them are whole."""
+        """Copy segments from ``there`` in the engine to ``here``; return which are whole."""
         return self._move(_libc.process_vm_readv, _libc.pread, here, there, sizes)
 
     def deliver(self, here: Numbers, there: Numbers, sizes: Numbers) -> npt.NDArray[np.bool_]:
-        """Copy segments from here to there; return which of them are whole."""
+        """Copy segments from ``here`` to ``there`` in the engine; return which are whole."""
         return self._move(_libc.process_vm_writev, _libc.pwrite, here, there, sizes)
 
     def _move(
@@ -74,34 +74,34 @@ class EngineMemory:
                     if self._is_refused or code == errno.EINTR:
                         continue
             if at == 0 and count == len(sizes) and moved == int(sizes.sum()):
-                ok[:] = True  # nearly always
+                ok[:] = True  # the usual case
                 break
             ends = vectors[0, at : at + count, 1].cumsum()
             whole = int(np.searchsorted(ends, max(moved, 0), side="right"))
             ok[at : at + whole] = True
             at += whole
             if whole < count and moved <= 0:
-                at += 1  # this segment cannot be reached; those after it may be
+                at += 1  # this segment cannot be accessed; those after it may be
             elif whole < count:
-                # It stopped at a missing page. The rest of this segment begins the next call,
-                # which then moves nothing.
+                # It stopped at a missing page. The next call begins with the rest of this segment,
+                # moves nothing, and so skips it.
                 rest = moved - (int(ends[whole - 1]) if whole else 0)
                 vectors[:, at, 0] += rest
                 vectors[:, at, 1] -= rest
         return ok
 
 
-def let_children_in() -> None:
-    """Let child processes reach this process's memory where Yama guards it.
+def allow_child_access() -> None:
+    """Let child processes access this process's memory if Yama restricts that.
 
-    The kernel remembers one process that may, with all its descendants. With our own pid all our
-    children may; a child's pid would be replaced by the next child's.
+    The kernel remembers one process that may, with all its descendants. Our own pid admits all our
+    children; a child's pid would be replaced by the next child's.
     """
     _libc.prctl(_PR_SET_PTRACER, ctypes.c_ulong(os.getpid()), 0, 0, 0)
 
 
 def open_own_memory() -> int | None:
-    """Return this process's memory as a file, for a child; None where that is not allowed."""
+    """Open this process's memory as a file, for a child; return None if that is not allowed."""
     try:
         return os.open("/proc/self/mem", os.O_RDWR | os.O_CLOEXEC)
     except OSError:
@@ -115,17 +115,17 @@ _COPYING = 64
 
 
 class StatusPage:
-    """Owns its mapping and its descriptor, not the meaning of the counters.
+    """Counters and arrays that the child writes and the engine reads; neither waits for the other.
 
-    The child writes, the engine reads, and neither waits for the other::
+    Owns its mapping and its descriptor; leaves the meaning of the counters to its users::
 
         words 0..      counters, one word each; word 0 is the heartbeat
         words 64..     for each thread of the child: 1 while it writes into the engine's memory
-        from 4096 on   arrays that the child lays down once for the engine
+        from 4096 on   arrays that the child writes once for the engine
     """
 
     def __init__(self, fd: int | None = None) -> None:
-        """Open the page behind ``fd``, or make a new one."""
+        """Map the page behind ``fd``, or make a new one."""
         self.fd = os.memfd_create("kvferry-child", os.MFD_CLOEXEC) if fd is None else fd
         if fd is None:
             os.ftruncate(self.fd, PAGE_BYTES)
@@ -134,7 +134,7 @@ class StatusPage:
         self._lock = threading.Lock()
 
     def add(self, counter: int, amount: int) -> None:
-        """Add to a counter. Threads of the child may add at the same time."""
+        """Add to a counter. Threads of the child may add concurrently."""
         with self._lock:
             self._words[counter] += amount
 
@@ -145,16 +145,16 @@ class StatusPage:
         return int(self._words[counter])
 
     def set_copying(self, thread: int, is_copying: bool) -> None:
-        """Flag that a thread writes into the engine's memory; around every such write."""
+        """Flag that a thread writes into the engine's memory; called around every such write."""
         self._words[_COPYING + thread] = is_copying
 
     @property
     def is_copying(self) -> bool:
-        """Whether any thread of the child writes into the engine's memory."""
+        """Whether any thread of the child is writing into the engine's memory."""
         return bool(self._words[_COPYING : _COPYING + MAX_THREADS].any())
 
     def array_memory(self, num_bytes: int) -> memoryview:
-        """Return the memory behind the page: the child lays arrays down there, the engine reads.
+        """Return the memory behind the page, for arrays that the child writes and the engine reads.
 
         It is freed with the last view.
         """
@@ -163,7 +163,7 @@ class StatusPage:
         return memoryview(mmap.mmap(self.fd, PAGE_BYTES + num_bytes))[PAGE_BYTES:]
 
     def close(self) -> None:
-        """Give the descriptor back; the counters can still be read."""
+        """Close the descriptor; the counters can still be read."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1

@@ -1,15 +1,15 @@
-"""What an engine and its child processes tell each other: frames over a socket.
+"""Messages between an engine and its child processes: frames over a socket.
 
 ::
 
     engine ──> HELLO, ORDER, FORGET ──> child
-    engine <── READY | REFUSED, RESULT, AILS, FULL, FORGOT, SAYS <── child
+    engine <── READY | REFUSED, RESULT, UNAVAILABLE, WRITES_REFUSED, FORGOT, LOG <── child
 
-Both ends are of one release and on one machine, so no format here is kept for others to read.
-Frames are sent and received without ever waiting and without releasing the GIL.
+Both ends run one release on one machine, so the formats need not stay compatible. Frames are sent
+and received without ever blocking and without releasing the GIL.
 
-A call that releases the GIL gets it back only when the thread that took it gives it up: 5 ms next
-to a thread that computes. Sending a few hundred bytes takes 2 µs: these calls keep it (``PyDLL``).
+A call that releases the GIL gets it back only when the thread that took it yields: 5 ms beside a
+thread that computes. Sending a few hundred bytes takes 2 µs: these calls keep it (``PyDLL``).
 """
 
 from __future__ import annotations
@@ -47,25 +47,25 @@ _libc.recv.restype = ctypes.c_ssize_t
 
 
 class FrameKind(IntEnum):
-    """What a frame means."""
+    """The meaning of a frame, by its sender."""
 
     HELLO = 1  # engine: what to serve
-    READY = 2  # child: it can take orders
+    READY = 2  # child: ready for orders
     REFUSED = 3  # child: it cannot serve, and why
     ORDER = 4  # engine: blocks to find, read or write
     RESULT = 6  # child: the result of an order
-    FORGET = 7  # engine: nothing written before this may be read again
-    FORGOT = 8  # child: the blocks are forgotten durably
-    AILS = 9  # child: why its medium cannot be used; empty when it can be used again
-    SAYS = 10  # child: a line for the log
-    FULL = 11  # child: why its medium takes no writes; empty when it does again
+    FORGET = 7  # engine: drop all blocks; none written before may be read again
+    FORGOT = 8  # child: the drop of the blocks is durable
+    UNAVAILABLE = 9  # child: why its medium is unavailable; empty when it is available again
+    LOG = 10  # child: a line for the log
+    WRITES_REFUSED = 11  # child: why its medium takes no writes; empty when it takes them again
 
 
 Frame = tuple[FrameKind, bytes]
 
 
 def frame(kind: FrameKind, body: bytes = b"") -> bytes:
-    """Return a frame as it is sent: its length, its kind, its body."""
+    """Return a frame as it is sent: its length, kind and body."""
     return _HEAD.pack(len(body), kind) + body
 
 
@@ -83,7 +83,7 @@ class Channel:
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._peer: int | None = None
         if peer_pid is not None:
-            with suppress(OSError):  # a kernel before 5.3, or a dead peer: the socket must do
+            with suppress(OSError):  # a kernel before 5.3, or a dead peer: only the socket tells
                 self._peer = os.pidfd_open(peer_pid)
         self._lock = threading.Lock()  # guards what is below
         self._out: deque[bytes] = deque()
@@ -91,10 +91,10 @@ class Channel:
         self._buffer = ctypes.create_string_buffer(_CHUNK)
         self._in = bytearray()
         self.is_ended = False
-        """The peer is gone: nothing more will arrive."""
+        """Whether the peer is gone: nothing more will arrive."""
 
     def send(self, data: bytes) -> None:
-        """Send a frame, now or when there is room. A frame to a peer that is gone is dropped."""
+        """Send a frame, at once or when the socket has room. Drop it if the peer is gone."""
         with self._lock:
             if self._is_closed or self.is_ended:
                 return
@@ -102,7 +102,7 @@ class Channel:
             if len(self._out) == 1:
                 self._flush()
             if self._out:
-                os.eventfd_write(self._wake, 1)  # the waiting thread must wait for room, too
+                os.eventfd_write(self._wake, 1)  # wait() must also wait for room to send
 
     def wake(self) -> None:
         """Make the thread in :meth:`wait` return."""
@@ -130,7 +130,7 @@ class Channel:
                 self._flush()
 
     def receive(self, most: int | None = None) -> list[Frame]:
-        """Return the frames that are here now, at most ``most`` of them; the rest is kept."""
+        """Return at most ``most`` of the frames that have arrived; keep the rest."""
         is_peer_dead = self._peer is not None and _is_readable(self._peer)
         while not self.is_ended:
             with self._lock:
@@ -141,12 +141,12 @@ class Channel:
             if got > 0:
                 self._in += memoryview(self._buffer)[:got]
             if code in (errno.EAGAIN, errno.EINTR) or 0 < got < _CHUNK:
-                self.is_ended = is_peer_dead  # all that it had sent was here
+                self.is_ended = is_peer_dead  # all that the dead peer had sent has arrived
                 break
             self.is_ended = got <= 0
-        return self._cut(most)
+        return self._split_frames(most)
 
-    def _cut(self, most: int | None) -> list[Frame]:
+    def _split_frames(self, most: int | None) -> list[Frame]:
         frames: list[Frame] = []
         at = 0
         while len(self._in) - at >= _HEAD.size and len(frames) != most:
@@ -170,19 +170,19 @@ class Channel:
             elif sent > 0:
                 self._out[0] = data[sent:]
             elif ctypes.get_errno() not in (errno.EAGAIN, errno.EINTR):
-                self._out.clear()  # the peer is gone; receive() will find out
+                self._out.clear()  # the peer is gone; receive() will notice
             else:
                 return
 
     def end(self) -> None:
-        """Announce that nothing more will be sent: the peer comes to its end."""
+        """Close the sending direction; the peer then ends."""
         with self._lock:
             if not self._is_closed:
                 with suppress(OSError):  # the peer ended first
                     self._sock.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:
-        """Give the socket back. Safe to call twice."""
+        """Close the socket. Safe to call twice."""
         with self._lock:
             if not self._is_closed:
                 self._is_closed = True
@@ -215,7 +215,7 @@ def pack_order(batch: Batch, generation: int) -> bytes:
 
 
 def unpack_order(body: bytes) -> tuple[Batch, int]:
-    """Return the batch in a frame's body, whose memory it shares, and its generation."""
+    """Return the batch in a frame's body, as views of that memory, and its generation."""
     number, way, generation, deadline, sizes, keys, addresses, places = marshal.loads(body)
     words, pieces = np.frombuffer(keys, np.uint64), np.frombuffer(sizes, np.int64)
     words = words.reshape(-1, KEY_WORDS)
@@ -248,11 +248,11 @@ def unpack_result(body: bytes) -> Result:
 
 
 def pack(kind: FrameKind, *values: int | str) -> bytes:
-    """Return a frame whose body is some numbers and texts."""
+    """Return a frame with numbers and texts as its body."""
     return frame(kind, marshal.dumps(values))
 
 
 def unpack(body: bytes) -> Any:
-    """Return the numbers and texts of a frame's body as a tuple, or the one there is."""
+    """Return the numbers and texts of a frame's body: as a tuple, or a single one itself."""
     values = marshal.loads(body)
     return values[0] if len(values) == 1 else values

@@ -1,4 +1,4 @@
-"""The engine's side of a child process: start it, kill it, and know when memory is ours again."""
+"""The engine's side of a child process: its start, its end, and whether it still copies."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from kvferry.tiers.ipc.memory import StatusPage, let_children_in, open_own_memory
+from kvferry.tiers.ipc.memory import StatusPage, allow_child_access, open_own_memory
 from kvferry.tiers.ipc.messages import Channel, FrameKind, frame
 
 _KILL_SECONDS = 2.0
 
-# A small module needs a few modules of kvferry, not the library: its packages are entered without
-# running their ``__init__``, which would take three times as long as all the rest.
+# A child needs a few modules of kvferry, not the library: packages are imported without running
+# their ``__init__``, which would take three times as long as all the rest.
 _START = """
 import importlib, sys, types
 root, module = sys.argv.pop(1), sys.argv.pop(1)
@@ -30,9 +30,9 @@ for part in module.split(".")[:-1]:
 importlib.import_module(module).main()
 """
 
-# Ctrl-C is for the engine, which ends its children by the channel. A process group of their own
-# will do: in a session of their own, Linux (sched_autogroup) gives them and the engine the
-# processor by turns, and next to a busy engine on two cores reads took half as long again.
+# Ctrl-C is for the engine, which ends its children by the channel. A process group of their own is
+# enough. With a session of their own, Linux (sched_autogroup) gives them and the engine the
+# processor by turns: beside a busy engine on two cores reads took half as long again.
 _OWN_GROUP: dict[str, Any] = (
     {"process_group": 0} if sys.version_info >= (3, 11) else {"start_new_session": True}
 )
@@ -41,10 +41,10 @@ _SECRETS = ("KVFERRY_DISK_KEY", "KVFERRY_REMOTE_KEY")
 
 
 class ChildProcess:
-    """A module of kvferry in a process of its own. Owns it, the channel to it and the shared page.
+    """A kvferry module in a process of its own. Owns the process, its channel and the shared page.
 
-    It reaches this process's memory only while it lives. A process that was killed copies nothing
-    any more; one that cannot end yet, because it waits inside the kernel, is not gone.
+    It can access this process's memory only while it lives. A killed process copies nothing any
+    more. One that cannot end yet, because it waits inside the kernel, is not gone.
     """
 
     def __init__(
@@ -57,8 +57,7 @@ class ChildProcess:
     ) -> None:
         """Start ``module``, whose ``main()`` calls ``ipc.child.main``, and send it ``hello``.
 
-        ``is_quiet``: what it writes to standard error is dropped. Raises OSError if the process
-        cannot be started.
+        ``is_quiet`` drops its standard error. Raises OSError if the process cannot be started.
         """
         ours, theirs = socket.socketpair()
         memory = open_own_memory()
@@ -83,7 +82,7 @@ class ChildProcess:
             if memory is not None:
                 os.close(memory)
         self.pid = self._process.pid
-        let_children_in()
+        allow_child_access()
         self.channel = Channel(ours)
         self.channel.send(frame(FrameKind.HELLO, hello))
 
@@ -99,7 +98,7 @@ class ChildProcess:
         return f"was killed by signal {-code}" if code < 0 else f"ended with status {code}"
 
     def wait(self, timeout: float) -> bool:
-        """Wait at most ``timeout`` seconds for its end; return whether it is gone."""
+        """Wait at most ``timeout`` seconds for the process to end; return whether it is gone."""
         try:
             self._process.wait(timeout)
         except subprocess.TimeoutExpired:
@@ -110,10 +109,10 @@ class ChildProcess:
         with suppress(ProcessLookupError):
             self._process.send_signal(signal.SIGKILL)
 
-    def take_back_memory(self, timeout: float = _KILL_SECONDS) -> bool:
-        """Kill it; return whether it certainly writes to this process's memory no more.
+    def stop_memory_writes(self, timeout: float = _KILL_SECONDS) -> bool:
+        """Kill the process; return whether it certainly writes to our memory no more.
 
-        Only for a child that flags all its copies in the status page; for others ask ``is_gone``.
+        Only for a child that flags all its copies in the status page; for others use ``is_gone``.
         """
         self.kill()
         end = time.monotonic() + timeout
@@ -123,23 +122,23 @@ class ChildProcess:
         return False
 
     def end(self, timeout: float) -> bool:
-        """Ask it to end, kill it after ``timeout`` seconds; return whether it is gone."""
+        """Ask the process to end, kill it after ``timeout`` seconds; return whether it is gone."""
         self.channel.end()
         if not self.wait(timeout):
             self.kill()
         return self.wait(timeout)
 
     def close(self) -> None:
-        """Give channel and page back. A child that hangs in the kernel is left to it."""
+        """Close the channel and the page. A child that hangs in the kernel is left behind."""
         self.channel.close()
         self.status.close()
 
 
 def run_module(module: str, data: bytes = b"", timeout: float | None = None) -> bytes:
-    """Run a small module's ``main()`` in a process of its own; return its standard output.
+    """Run the ``main()`` of a small module in a child process; return its standard output.
 
-    It reads ``data`` on its standard input. Raises OSError if it cannot be started, fails or takes
-    too long (TimeoutError). It is killed also when this call is interrupted.
+    The child reads ``data`` on its standard input. Raises OSError if it cannot be started, fails or
+    takes too long (TimeoutError). It is killed also when this call is interrupted.
     """
     child = subprocess.Popen(
         _command(module),
@@ -171,7 +170,7 @@ def _command(module: str) -> list[str]:
 
 
 def _environment(given: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of a child: without keys, which travel in the hello."""
+    """Return the environment of a child, without secret keys: those travel in the hello."""
     env = {name: value for name, value in given.items() if name not in _SECRETS}
     env["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     env["OPENBLAS_NUM_THREADS"] = "1"

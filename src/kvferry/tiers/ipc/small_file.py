@@ -1,4 +1,4 @@
-"""A small file on a drive that may hang, read and written by a process of its own.
+"""Reads and writes small files on a drive that may hang, each in a child process.
 
 A thread in a call that never returns would keep the engine from starting or ending.
 """
@@ -15,24 +15,24 @@ _FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 def read_small(path: Path, timeout: float) -> bytes:
-    """Return a file's first MiB; nothing where there is none. Raises OSError, TimeoutError too."""
-    lines = _apart(path, b"", timeout).splitlines()
+    """Return a file's first MiB; empty if there is no file. Raises OSError or TimeoutError."""
+    lines = _run_in_child(path, b"", timeout).splitlines()
     return bytes.fromhex(lines[-1].decode()) if lines else b""
 
 
 def write_small(path: Path, data: bytes, timeout: float) -> None:
-    """Replace a file, at once or not at all. Raises OSError, TimeoutError too."""
-    _apart(path, data, timeout)
+    """Replace a file atomically. Raises OSError or TimeoutError."""
+    _run_in_child(path, data, timeout)
 
 
-def _apart(path: Path, data: bytes, timeout: float) -> bytes:
+def _run_in_child(path: Path, data: bytes, timeout: float) -> bytes:
     from kvferry.tiers.ipc.process import run_module  # not needed in the child
 
     return run_module(__name__, os.fsencode(path) + b"\0" + data, timeout)
 
 
 def main() -> None:
-    """Run in the child: write the bytes behind the path, or print the file's as hex digits."""
+    """Run in the child: write the data that follows the path, or print the file's bytes as hex."""
     name, _, data = sys.stdin.buffer.read().partition(b"\0")
     path = Path(os.fsdecode(name))
     try:

@@ -1,7 +1,7 @@
-"""A bucket as a store: an object per block, many requests at once.
+"""The client of a bucket: an object per block, many requests in flight.
 
-Nothing here rests on what a server does with a name that is there: an object is verified when it is
-read, and a server that overwrites one writes the same block.
+It needs no rule of what a server does with an existing name: an object is verified when it is read,
+and a server that overwrites one writes the same block.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ T = TypeVar("T")
 
 _CALLS, _MOST_CALLS, FIND_CALLS = 32, 64, 128
 _ENOUGH_BYTES, _MOST_BYTES = 32 << 20, 256 << 20
-"""Bytes in flight each way: as many keep a store busy that is some 20 ms away; and the most."""
+"""Bytes in flight per direction: enough for a store some 20 ms away, and the maximum."""
 
 _SPARE_MEMORY = 512 << 20
 _NO_BUCKET = re.compile("NoSuchBucket|ContainerNotFound")
 
 
 class BucketClient:
-    """Objects of one bucket. Owns the connections.
+    """Reads and writes objects of one bucket. Owns the connections.
 
-    Requests that fail for a moment are sent again by the client below, later and later, with
-    jitter; the batch's deadline ends that.
+    The HTTP library retries requests that fail for a moment, with backoff and jitter, until the
+    batch's deadline.
     """
 
     def __init__(
@@ -56,14 +56,14 @@ class BucketClient:
         label: str = "",
         ttl: float | None = None,
     ) -> None:
-        """``object_bytes`` has a block with its seal; ``label`` is shown by ``kvferry remote``."""
+        """``object_bytes`` is a block with its seal; ``label`` is shown by ``kvferry remote``."""
         self._ttl = ttl
         self._prefix = f"{address.prefix}/" if address.prefix else ""
         self._probe_name = f"{self._prefix}{folder}/probe"
         self._label = (PROBE + label.encode())[:MOST_LABEL]
         self._is_folder = address.kind == FILES
         self._object_bytes = object_bytes
-        # The smaller the objects, the more requests of one kind are best in flight.
+        # Smaller objects need more requests in flight.
         enough = min(max(_CALLS, _ENOUGH_BYTES // object_bytes), _MOST_CALLS)
         self.num_calls = max(4, min(enough, _MOST_BYTES // object_bytes))
         self.staging = Staging(object_bytes, 2 * self.num_calls)
@@ -71,13 +71,13 @@ class BucketClient:
         self._store: Any = open_bucket(address, env)
 
     def names_per_call(self, way: Way) -> int:
-        """Lookups are short: as many are in flight as allowed."""
+        """Return the names per call. Lookups are short: all that are allowed are in flight."""
         return max(1, FIND_CALLS // self.num_calls) if way is Way.FIND else 1
 
     async def probe(self, way: Way) -> Fault | None:
         """Read an object as large as a block, or write it and read it back.
 
-        A small one may come through where no block does: past a network's largest packet, say.
+        A small one may pass where no block does: past a network's largest packet, for example.
         """
         size = self._object_bytes
         if self._is_folder and not await asyncio.to_thread(os.path.isdir, f"/{self._prefix}"):
@@ -90,13 +90,13 @@ class BucketClient:
         except FileNotFoundError as error:
             is_bucket = way is Way.READ and not _NO_BUCKET.search(str(error))
             return None if is_bucket else Fault(reason_of(error))
-        except Exception as error:  # for any reason, the store cannot be used
+        except Exception as error:  # after any error the store cannot be used
             return Fault(reason_of(error))
         is_wrong = way is Way.WRITE and got != content
         return Fault("what it was given it does not give back") if is_wrong else None
 
     def _path(self, name: str) -> str:
-        """Where an object lies; in a directory, in one of 256 folders."""
+        """Return an object's path; a directory spreads objects over 256 folders."""
         if self._is_folder:
             folder, _, key = name.rpartition("/")
             name = f"{folder}/{key[:2]}/{key}"
@@ -122,7 +122,7 @@ class BucketClient:
             calls = map(self._put, map(self._path, names), objects)
             ends = await asyncio.gather(*(_answered(call, is_write=True) for call in calls))
         except asyncio.CancelledError:
-            # The request may go on reading them below, for as long as a request may take.
+            # The cancelled request may still read the objects, until its own timeout.
             loop = asyncio.get_running_loop()
             loop.call_later(REQUEST_SECONDS, self.staging.give_back, *objects)
             raise
@@ -139,10 +139,10 @@ class BucketClient:
 
         await asyncio.to_thread(remove_all)
 
-    async def tend(self, log: Log) -> None:
-        """Remove what is older than ``ttl``, and end this process before a reply fills the memory.
+    async def run_background(self, log: Log) -> None:
+        """Remove objects older than ``ttl``, and end this process before a reply fills the memory.
 
-        The library below reads errors and lists to their end, whatever a server sends.
+        The HTTP library reads errors and listings to their end, whatever a server sends.
         """
         if self._ttl is not None:
             expiry = Expiry(self._store, self._prefix, self._ttl, log)
@@ -154,7 +154,7 @@ class BucketClient:
         os._exit(1)
 
     def close(self) -> None:
-        """Connections end with the process."""
+        """Do nothing: connections end with the process."""
 
 
 async def _answered(
@@ -165,11 +165,11 @@ async def _answered(
     except WrongSizeError as error:
         return Foreign(str(error))
     except Exception as error:
-        is_missing = isinstance(error, FileNotFoundError) and not is_write  # else the bucket is
+        is_missing = isinstance(error, FileNotFoundError) and not is_write  # else: missing bucket
         return Unavailable() if is_missing else Fault(reason_of(error))
 
 
 def _private_bytes() -> int:
-    """Memory of this process alone: not the staging, and not the engine's."""
+    """Return the memory of this process alone: not the staging, and not the engine's."""
     _, resident, shared = Path("/proc/self/statm").read_text().split()[:3]
     return (int(resident) - int(shared)) * os.sysconf("SC_PAGE_SIZE")

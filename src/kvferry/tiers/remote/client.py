@@ -1,11 +1,11 @@
-"""The contract of a store's client, and the memory of the child process that it works on.
+"""The contract of a store's client, and the staging memory of its child process.
 
 ::
 
     room   | the block's bytes | seal |        begins on a page
            └── an object of the store ─┘
 
-A call to a store that was given up may still write into its room, at any later time. So a room is
+A call to a store that was cancelled may still write into its room, at any later time. So a room is
 lent again only once its call has ended.
 """
 
@@ -30,16 +30,16 @@ def address_of(memory: memoryview) -> int:
 
 
 class Staging:
-    """Room for ``count`` objects in one piece. Owns it; lends it out object by object.
+    """Memory for ``count`` objects in one mapping. Owns it; lends rooms of one object each.
 
-    One piece, so that a client that registers memory can register it whole.
+    One mapping, so that a client that registers memory can register it whole.
     """
 
     def __init__(self, object_bytes: int, count: int) -> None:
         self.pitch = -(-object_bytes // _PAGE) * _PAGE
         self.num_bytes = self.pitch * count
         mapping = mmap.mmap(-1, self.num_bytes)
-        with suppress(OSError):  # pages of 2 MiB where available: every copy touches all of them
+        with suppress(OSError):  # pages of 2 MiB if available: every copy touches all of them
             mapping.madvise(mmap.MADV_HUGEPAGE)
         memory = memoryview(mapping)
         self.address = address_of(memory)
@@ -49,7 +49,7 @@ class Staging:
         self._free = list(range(count))
 
     def lend(self, count: int) -> list[memoryview]:
-        """So many rooms, or none where there are not so many."""
+        """Return ``count`` rooms, or none if fewer are free."""
         if count > len(self._free):
             return []
         return [self._rooms[self._free.pop()] for _ in range(count)]
@@ -74,12 +74,12 @@ _secrets: set[str] = set()
 
 
 def hide(secret: str) -> None:
-    """Never show this, whatever a server writes back."""
+    """Never show this secret, even if a server's reply contains it."""
     _secrets.add(secret)
 
 
 def shown(words: str) -> str:
-    """A server's words for people: one line, printable, without what may be a credential."""
+    """Return a server's words for people: one printable line without possible credentials."""
     text = "".join(each if each.isprintable() else " " for each in words[: 100 * _MOST_WORDS])
     for secret in _secrets:
         text = text.replace(secret, "(hidden)")
@@ -89,7 +89,7 @@ def shown(words: str) -> str:
 
 @dataclass(frozen=True)
 class Fault:
-    """The store's fault: it did not answer, or not with what it should. Fit to be shown."""
+    """A fault of the store: no answer, or a wrong one. ``reason`` may be shown to people."""
 
     reason: str
 
@@ -99,62 +99,62 @@ class Fault:
 
 @dataclass(frozen=True)
 class Unavailable:
-    """The store answered: the object is not here, or not to be had."""
+    """An answer of the store that an object is missing or cannot be had."""
 
     reason: str = "holds nothing"
 
 
 class Foreign(Unavailable):
-    """An object is there under this name that cannot be ours: the next write replaces it."""
+    """An object has this name and cannot be ours: the next write replaces it."""
 
 
 class NotAttempted(Unavailable):
-    """The store was not asked for this one, which tells nothing of the store."""
+    """The store was not asked for this object, so nothing is learned about the store."""
 
 
 Fetched = memoryview | Unavailable | Fault
-"""What a store gave for one name."""
+"""The result of reading one name."""
 
 
 class StoreClient(Protocol):
-    """One store's client. All objects of one name have the same block.
+    """The client of one store. All objects of one name have the same block.
 
-    Every call answers for each name, and raises nothing but bugs. A cancelled call may still happen
-    in the store, and touches nothing in this process any more.
+    Every call returns a result for each name, and raises only on bugs. A cancelled call may still
+    take effect in the store, and touches no memory here except its staging rooms.
     """
 
     staging: Staging
-    """Memory for objects on their way; a client that needs it registered has registered it."""
+    """Memory for objects in transit; a client that needs it registered registers it."""
 
     num_calls: int
-    """How many calls of one kind are best under way at once."""
+    """The best number of calls of one kind in flight."""
 
     def names_per_call(self, way: Way) -> int:
-        """How many names are best given at once."""
+        """Return the best number of names for one call."""
 
     async def probe(self, way: Way) -> Fault | None:
-        """Whether the store answers reads, or (WRITE) takes an object and gives it back."""
+        """Check that the store answers reads, or (WRITE) takes an object and returns it."""
 
     async def find(self, names: Sequence[str], size: int) -> list[Unavailable | Fault | None]:
-        """Which are there with this size: None for those that are."""
+        """Return None for each object that exists with this size, else the reason."""
 
     async def get(self, names: Sequence[str], size: int) -> list[Fetched]:
-        """Objects of this size. The caller gives their memory back to the staging."""
+        """Return objects of this size. The caller gives their memory back to the staging."""
 
     async def put(
         self, names: Sequence[str], objects: Sequence[memoryview], *, replace: Sequence[bool]
     ) -> list[Unavailable | Fault | None]:
-        """Write objects. One that is there may stay as it is, unless it is to be replaced.
+        """Write objects. An existing one may stay as it is, unless ``replace`` is set for it.
 
         ``objects`` are lent from the staging: the client gives them back once they are not read any
         more, which may be long after it was cancelled.
         """
 
-    async def tend(self, log: Log) -> None:
-        """Do what the store needs beside the calls, until this is cancelled."""
+    async def run_background(self, log: Log) -> None:
+        """Do the store's background work until this is cancelled."""
 
     async def forget(self, folder: str) -> None:
-        """Remove objects whose names begin with this, as far as possible."""
+        """Remove objects whose names begin with ``folder``, as far as possible."""
 
     def close(self) -> None:
-        """Let go of the store. Calls under way fail or are left behind."""
+        """Close the connection. Calls in flight fail or are abandoned."""

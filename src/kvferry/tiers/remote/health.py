@@ -1,7 +1,7 @@
-"""Whether a shared store can be read, and whether it takes writes: judged by its answers, probed.
+"""The health of a shared store, for reads and for writes, judged by its answers and by probes.
 
-The two are apart. A store that is full, throttles writes or refuses them (a quota, a bucket that we
-may only read) is still read.
+Both are judged apart. A store that is full, throttles writes or refuses them (a quota, a read-only
+bucket) is still read.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ FIRST_WAIT, LONGEST_WAIT = 0.25, 15.0
 PROBE_SECONDS = 2.0
 
 End = Unavailable | Fault | None
-"""What became of one block; None: it moved, or is there."""
+"""The result of one block; None: it moved, or was found."""
 
 
 class CircuitBreaker:
@@ -28,23 +28,23 @@ class CircuitBreaker:
     ::
 
         closed ── a whole batch failed by the store's fault ──> open ── a probe succeeded ──> closed
-                                                                 └── it failed: the next one later
+                                                                 └── a probe failed: wait longer
 
-    A probe that succeeds does not yet make the next wait short again: only batches do, and of the
-    way that failed. A store that serves probes or lookups, and no blocks, is called ever more
-    seldom. ``now`` is ``time.monotonic``; ``jitter`` keeps a fleet's servers from probing in step.
+    A successful probe does not yet make the next wait short again: only batches do, and of the way
+    that failed. A store that serves probes or lookups, but no blocks, is called less and less
+    often. ``now`` is ``time.monotonic``; ``jitter`` keeps a fleet's servers from probing in step.
     """
 
     def __init__(self, jitter: Callable[[], float] = random.random) -> None:
         self.ailment = ""
         self.probe_at = 0.0
         self.wait = FIRST_WAIT
-        """How long it is left alone when it fails next, at most."""
+        """Seconds to the next probe after the next failure, at most."""
         self._failed: set[Way] = set()
         self._jitter = jitter
 
     def failed(self, reason: str, now: float, way: Way | None = None) -> None:
-        """A whole batch of this way, or a probe (without a way), failed by the store's fault."""
+        """Open after a whole batch of this way, or a probe (no way), failed by a store's fault."""
         if way is not None:
             self._failed.add(way)
         self.ailment = reason or "out of order"
@@ -61,14 +61,14 @@ class CircuitBreaker:
 
 
 class StoreHealth:
-    """Owns a circuit breaker each for reads (with lookups) and for writes, and the probes."""
+    """Owns one circuit breaker for reads and lookups, one for writes, and the probes."""
 
     def __init__(
         self, client: StoreClient, report: Callable[[Way, str], None], *, refuses: str = ""
     ) -> None:
         """``report`` receives why the store cannot be read or written, whenever that changes.
 
-        ``refuses`` is why nothing is ever written, if so.
+        ``refuses``, if given, is why nothing is ever written.
         """
         self.reads, self.writes = CircuitBreaker(), CircuitBreaker()
         self._client = client
@@ -81,7 +81,7 @@ class StoreHealth:
         return self.writes if way is Way.WRITE else self.reads
 
     def ailment(self, way: Way) -> str:
-        """Why the store should not be called this way; empty while it may be."""
+        """Return why the store should not be called this way; empty while it may be."""
         return self._breaker(way).ailment
 
     def answered(self, way: Way, answers: Sequence[object]) -> None:
@@ -91,9 +91,9 @@ class StoreHealth:
     def judge(self, way: Way, ends: Sequence[End], began: float) -> None:
         """Open the circuit breaker after a batch with faults and no answer.
 
-        A store that hangs takes as many blocks as are asked for at once; those that wait behind
-        them were not attempted, which is no answer. But a store that is merely busy may come to a
-        batch too late to answer any of it: it has answered others meanwhile.
+        A store that hangs holds as many blocks as may be asked for at once. Blocks that wait behind
+        them are not attempted, which is no answer. But a busy store may reach a batch too late to
+        answer any of it. Then answers to other batches meanwhile keep the breaker closed.
         """
         faults = [end for end in ends if isinstance(end, Fault)]
         done = sum(end is None for end in ends)
@@ -110,9 +110,9 @@ class StoreHealth:
             breaker.worked(way)
 
     async def watch(self, first: Callable[[], None]) -> None:
-        """Probe the store once, and then for ever what is out of order.
+        """Probe the store once, then for ever the directions whose circuit breakers are open.
 
-        ``first`` is called when the first probe has ended, however it did.
+        ``first`` is called when the first probe has ended, whether it succeeded or not.
         """
         await self.probe(Way.READ)
         if not self.reads.ailment and not self.writes.ailment:
@@ -126,11 +126,11 @@ class StoreHealth:
                     await self.probe(way)
 
     async def probe(self, way: Way) -> None:
-        """Probe one direction: the longer it was away, the more time it has."""
+        """Probe one direction. Its time limit grows with the wait between probes."""
         within = max(PROBE_SECONDS, self._breaker(way).wait)
         fault = await _fault_of(self._client.probe(way), within)
         if fault is None and self.reads.ailment and way is Way.READ and not self.writes.ailment:
-            # A store that looks up and gives nothing: what it takes must come back.
+            # A store may answer lookups and return no objects: also write one and read it back.
             fault = await _fault_of(self._client.probe(Way.WRITE), within)
             if fault is not None:
                 self._note_probe(Way.WRITE, fault)
@@ -152,5 +152,5 @@ async def _fault_of(probe: Awaitable[Fault | None], within: float) -> Fault | No
         return await asyncio.wait_for(probe, within)
     except asyncio.TimeoutError:
         return Fault(f"the store has not answered for {within:g} s")
-    except Exception as error:  # or the store would never be probed again
+    except Exception as error:  # an exception would end all probing
         return Fault(words_of(error))

@@ -1,4 +1,4 @@
-"""What lies in a bucket, by whose it is and how old; and its removal, by hand or by age."""
+"""Lists kvferry's objects in a bucket, with owner and age; removes them by hand or by age."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _GROUP = re.compile(
     r"kvferry-\d+/([0-9a-f]{64})/r(\d+)of(\d+)/([0-9a-f]{16})/(?:[0-9a-f]{2}/)?([0-9a-z]+)"
 )
 PROBE, MOST_LABEL = b"kvferry was here\n", 1024
-"""What begins the probe, the object beside the blocks, before the name of their model."""
+"""The first bytes of a probe, before the label of its model; and the most bytes of both."""
 _PAGE = 1000
 _TURNS = "kvferry-turns"
 _TURNS_PER_TTL, _SHORTEST_TURN, _LONGEST_TURN = 8, 60.0, 3600.0
@@ -30,7 +30,7 @@ _TURNS_PER_TTL, _SHORTEST_TURN, _LONGEST_TURN = 8, 60.0, 3600.0
 
 @dataclass(frozen=True)
 class ObjectListed:
-    """An object of ours, as a listing has it. ``name`` is "probe" for the one beside the blocks."""
+    """An object of kvferry's in a listing. ``name`` is "probe" for the one beside the blocks."""
 
     path: str
     num_bytes: int
@@ -43,7 +43,7 @@ class ObjectListed:
 
 
 def list_ours(store: Any, prefix: str) -> Iterator[list[ObjectListed]]:
-    """All objects of kvferry's below a prefix, a page at a time; what is not ours is left out."""
+    """Yield all objects of kvferry's below a prefix, a page at a time; skip all others."""
     top = obstore.list_with_delimiter(store, prefix.rstrip("/") or None)
     for folder in top["common_prefixes"]:
         if not re.fullmatch(r"kvferry-\d+", folder[len(prefix) :].strip("/")):
@@ -59,8 +59,8 @@ def list_ours(store: Any, prefix: str) -> Iterator[list[ObjectListed]]:
 
 
 def label_in(store: Any, path: str) -> str:
-    """What the writer of a probe calls its model."""
-    with suppress(Exception):  # it is for people alone
+    """Return the model's label in a probe, as its writer gave it; empty if it cannot be read."""
+    with suppress(Exception):  # the label is for people alone
         begin = bytes(next(iter(obstore.get(store, path).stream(min_chunk_size=MOST_LABEL)), b""))
         if begin.startswith(PROBE):
             label = begin[:MOST_LABEL].removeprefix(PROBE).rstrip(b"\0")
@@ -69,7 +69,7 @@ def label_in(store: Any, path: str) -> str:
 
 
 def remove(store: Any, paths: list[str]) -> None:
-    """Remove some objects. A server that reads one of them meanwhile misses it."""
+    """Remove objects. A server that reads one of them meanwhile gets a miss."""
     try:
         obstore.delete(store, paths)
     except FileNotFoundError:  # another server has removed one: the rest may still be there
@@ -79,11 +79,11 @@ def remove(store: Any, paths: list[str]) -> None:
 
 
 class Expiry:
-    """Removes what was written more than ``ttl`` seconds ago. Owns this server's turns at it.
+    """Removes objects written more than ``ttl`` seconds ago. Owns this server's turns at it.
 
-    Time is cut into turns, and each turn has an object. The server that creates it looks through
-    the bucket, and no other does until the next turn. By that object the store also tells the time.
-    Where the store ignores the condition, the last server that wrote the object has the turn.
+    Time is cut into turns, and each turn has an object. The server that creates it scans the
+    bucket, and no other does until the next turn. That object also tells the store's time. If the
+    store ignores the condition, the last server that wrote the object has the turn.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Expiry:
         settle: float = 5.0,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """``settle`` is how many seconds the servers wait for the last one to write the object."""
+        """``settle``: seconds to wait until the last server has written the turn's object."""
         self._store = store
         self._prefix = prefix
         self._ttl = timedelta(seconds=ttl)
@@ -114,7 +114,7 @@ class Expiry:
             time.sleep(self.turn_seconds - self._clock() % self.turn_seconds)
 
     def take_turn(self) -> int:
-        """Remove what is too old, if this turn is ours; how many objects."""
+        """Remove expired objects, if this turn is ours; return their number."""
         turn = int(self._clock() // self.turn_seconds)
         name = f"{self._prefix}{_TURNS}/{turn:012d}"
         now = self._claim(name)
@@ -123,7 +123,7 @@ class Expiry:
         num_removed = 0
         for page in list_ours(self._store, self._prefix):
             if self._clock() >= (turn + 1) * self.turn_seconds:
-                break  # the rest is the next turn's
+                break  # the next turn removes the rest
             old = [each.path for each in page if each.modified < now - self._ttl]
             remove(self._store, old)
             num_removed += len(old)
@@ -134,7 +134,7 @@ class Expiry:
         return num_removed
 
     def _claim(self, name: str) -> datetime | None:
-        """The store's time, if the turn of this name is ours."""
+        """Return the store's time if the turn of this name is ours, else None."""
         mine = secrets.token_bytes(16)
         with suppress(FileNotFoundError):
             obstore.head(self._store, name)

@@ -1,9 +1,9 @@
-"""Mooncake Store: objects in the memory of many servers, found through a master.
+"""The client of Mooncake Store: objects in the memory of many servers, found through a master.
 
-Its client is C++ that blocks its caller, for seconds where a master or a peer is gone. So calls
-have threads that can be left behind, and memory that stays lent until the call returns, however
-long after its batch was given up. The memory of a block that failed stays lent for minutes: the
-client gives up a transfer that takes too long, and does not say whether its bytes still come.
+Its library is C++ that blocks its caller, for seconds if a master or a peer is gone. So calls run
+on threads that can be abandoned, and their memory stays lent until the call returns, however late.
+The memory of a block that failed stays lent for minutes: the library gives up a transfer that takes
+too long, and does not say whether its bytes still arrive.
 """
 
 from __future__ import annotations
@@ -35,28 +35,28 @@ from kvferry.tiers.remote.client import (
 T = TypeVar("T")
 
 _CALLS = 2
-"""Each way: one under way, and one that waits for it. Two under way at once slow each other down
+"""Calls per direction: one in flight, and one that waits for it. Two in flight slow each other down
 (0.8 of one, on two cores), and a thread for each call makes it nearly twice as long."""
 
 _CALL_BYTES = 33 << 20
 _MOST_NAMES = 512
 _LOCAL_BUFFER = 16 << 20
 _NUM_PROBES = 8
-"""Objects lie on segments at random: so many warm the connections to most of a few."""
+"""Objects per probe. They lie on random segments: eight reach most of a few servers."""
 
 _KNOCK_SECONDS = 1.0
 _LATE_SECONDS = 300.0
-"""Bytes of a transfer that failed come no later than this, if they come at all."""
+"""Seconds after a failed transfer until its bytes, if they come at all, have certainly come."""
 
 _DEFAULTS = {
     "GLOG_minloglevel": "2",
     "MC_LOG_LEVEL": "ERROR",
-    # After so long without a byte a connection is given up, and the next call makes another. With
-    # the client's own 30 s a store stays away for long once a firewall or a cable lost connections.
+    # Seconds without a byte until a connection is dropped; the next call makes another. With the
+    # library's own 30 s a store stays away for long once a firewall or a cable failed.
     "MC_TCP_PROGRESS_TIMEOUT_SEC": "5",
     "MC_TCP_STATUS_TIMEOUT_SEC": "5",
 }
-"""Variables that configure the client, unless the environment has them."""
+"""Environment variables that configure the library, unless they are set already."""
 
 _PORTS = {"http": "80", "https": "443"}
 
@@ -72,7 +72,7 @@ _MISSES = {_NOT_FOUND: "holds nothing", _NOT_READY: "it is still being written"}
 
 
 class MooncakeClient:
-    """One client of a store. Owns it, and the segment that it gives."""
+    """The client of one Mooncake store. Owns it, and the memory segment that it contributes."""
 
     num_calls = _CALLS
 
@@ -83,21 +83,21 @@ class MooncakeClient:
         folder: str,
         library: Callable[[], Any],
     ) -> None:
-        """``library`` makes the store's own client (``MooncakeDistributedStore``)."""
+        """``library`` makes the library's own client (``MooncakeDistributedStore``)."""
         self._address = address
         self._folder = folder
         self._library = library
         self._executors = {way: _executor(way) for way in Way}
         self._store: Any = None
         self._names_per_call = max(1, min(_MOST_NAMES, _CALL_BYTES // object_bytes))
-        # Both ways at once, and as much again for calls that hang.
+        # Both directions at once, and as much again for calls that hang.
         self.staging = Staging(object_bytes, 4 * _CALLS * self._names_per_call)
 
     def names_per_call(self, way: Way) -> int:
         return _MOST_NAMES if way is Way.FIND else self._names_per_call
 
     async def probe(self, way: Way) -> Fault | None:
-        """Join the store if we have not yet; look a name up, or write and read a few objects."""
+        """Join the store if needed; look up a name, or write and read back a few objects."""
         return await asyncio.wrap_future(_in_thread(partial(self._probe, way)))
 
     def _probe(self, way: Way) -> Fault | None:
@@ -122,17 +122,17 @@ class MooncakeClient:
 
     def _join(self) -> Fault | None:
         options = self._address.options
-        # Against a dead master the setup holds the interpreter lock for a minute and a half. Of a
-        # dead metadata server it says only that it failed.
+        # With a dead master the setup holds the GIL for a minute and a half. With a dead metadata
+        # server it fails without the reason.
         metadata = urlsplit(options.get("metadata", P2P))
-        fault = _knock(self._address.place)
+        fault = _check_server(self._address.place)
         if fault is None and metadata.scheme in ("http", "https"):
-            fault = _knock(metadata.netloc, "metadata server", _PORTS[metadata.scheme])
+            fault = _check_server(metadata.netloc, "metadata server", _PORTS[metadata.scheme])
         if fault is not None:
             return fault
-        host = options.get("host") or _host_towards(self._address.place)
-        # With a metadata server it tells other servers where its memory is by this alone; without
-        # it, the client picks an interface of the machine.
+        host = options.get("host") or _local_address(self._address.place)
+        # With a metadata server, other servers find its memory by this alone. If unset, the library
+        # picks an interface of the machine.
         os.environ.setdefault("MC_TCP_BIND_ADDRESS", host)
         store = self._library()
         code = store.setup(
@@ -151,7 +151,7 @@ class MooncakeClient:
             return Fault(
                 f"the store at {self._address.place} cannot be joined (error {code}){hint}"
             )
-        # For TCP this only records the range: memory without pages yet stays so.
+        # For TCP this only records the range: memory without pages stays without.
         code = store.register_buffer(self.staging.address, self.staging.num_bytes)
         if code:
             return Fault(f"memory cannot be registered with the store (error {code})")
@@ -159,7 +159,7 @@ class MooncakeClient:
         return None
 
     async def find(self, names: Sequence[str], size: int) -> list[Unavailable | Fault | None]:
-        codes = await self._codes(
+        codes = await self._run_call(
             Way.FIND, lambda: self._store.batch_is_exist(list(names)), len(names), lambda _: None
         )
         return [None if code == 1 else _fault(code) if code else Unavailable() for code in codes]
@@ -173,7 +173,7 @@ class MooncakeClient:
         def read() -> Sequence[int]:
             return list(self._store.batch_get_into(list(names), places, sizes))
 
-        codes = await self._codes(Way.READ, read, len(names), partial(self._ended, rooms))
+        codes = await self._run_call(Way.READ, read, len(names), partial(self._ended, rooms))
         given: list[Fetched] = []
         for room, code in zip(rooms, codes, strict=True):
             if code == size:
@@ -187,7 +187,7 @@ class MooncakeClient:
         return given
 
     def _ended(self, rooms: Sequence[memoryview], codes: Sequence[int]) -> None:
-        """A call that was to write here returned; its codes tell whether its transfers ended."""
+        """Give back the rooms of a read; those of transfers that may go on, only later."""
         loop = asyncio.get_running_loop()
         for room, code in zip(rooms, codes, strict=True):
             if code >= 0 or code == _WRONG_SIZE or code in _MISSES:
@@ -206,35 +206,35 @@ class MooncakeClient:
                     self._store.remove(name, True)
             return list(self._store.batch_put_from(list(names), places, sizes))
 
-        codes = await self._codes(
+        codes = await self._run_call(
             Way.WRITE, write, len(names), lambda _: self.staging.give_back(*objects)
         )
         self.staging.give_back(*objects)
         return [_fault(code) if code else None for code in codes]
 
-    async def tend(self, log: Log) -> None:
-        """The master evicts by itself."""
+    async def run_background(self, log: Log) -> None:
+        """Do nothing: the master evicts by itself."""
 
     async def forget(self, folder: str) -> None:
-        # By force: objects that were read lately are leased for some seconds.
+        # By force: recently read objects are leased for some seconds.
         call = _in_thread(lambda: self._store.remove_by_regex(f"^{folder}/.*", True))
         await asyncio.wrap_future(call)
 
     def close(self) -> None:
-        """Take our segment out of the store. A call that hangs is left behind."""
+        """Take our segment out of the store. A call that hangs is abandoned."""
         for executor in self._executors.values():
             executor.shutdown(wait=False)
         if self._store is not None:
             self._store.close()
 
-    async def _codes(
+    async def _run_call(
         self,
         way: Way,
         function: Callable[[], Sequence[int]],
         count: int,
         late: Callable[[Sequence[int]], None],
     ) -> Sequence[int]:
-        """A call's answer for each block; ``late`` receives it if this was cancelled."""
+        """Return a call's code for each block; if cancelled or failed, pass codes to ``late``."""
         executor = self._executors[way]
         call = executor.submit(function)
         try:
@@ -249,7 +249,7 @@ class MooncakeClient:
                 loop.call_soon_threadsafe(late, codes)
 
             if not call.cancel() and not call.done() and executor is self._executors[way]:
-                # It hangs: it is left behind with its thread, and what follows has another.
+                # It hangs: abandon it with its thread; later calls get another thread.
                 executor.shutdown(wait=False)
                 self._executors[way] = _executor(way)
             call.add_done_callback(over)
@@ -260,12 +260,12 @@ class MooncakeClient:
 
 
 def _executor(way: Way) -> ThreadPoolExecutor:
-    """Calls one after the other, without a turn of the event loop between them."""
+    """Return one thread for calls in sequence, without a turn of the event loop between them."""
     return ThreadPoolExecutor(1, f"kvferry-mooncake-{way.value}")
 
 
 def open_mooncake(address: RemoteAddress, object_bytes: int, folder: str) -> MooncakeClient:
-    """A client that joins its store when it is first probed."""
+    """Return a client that joins its store when it is first probed."""
     for name, value in _DEFAULTS.items():
         os.environ.setdefault(name, value)
     from mooncake.store import MooncakeDistributedStore
@@ -292,24 +292,24 @@ def _fault(code: int) -> Fault:
     return Fault(_WORDS.get(code, f"error {code}"))
 
 
-def _knock(place: str, server: str = "master", usual_port: str = "") -> Fault | None:
-    """Whether a server listens there, and takes notice."""
+def _check_server(place: str, server: str = "master", usual_port: str = "") -> Fault | None:
+    """Return a fault unless a server listens at ``place`` and answers."""
     host, _, port = place.rpartition(":")
     try:
         host, port = (host, port) if port.isdigit() else (place, usual_port)
         at = (host.strip("[]"), int(port))
         with socket.create_connection(at, timeout=_KNOCK_SECONDS) as sock:
             sock.sendall(b"GET / HTTP/1.0\r\n\r\n")
-            sock.recv(1)  # a server that hangs is still connected to, by its kernel
+            sock.recv(1)  # the kernel accepts connections even if the server hangs
     except ConnectionResetError:
-        pass  # it does not like what we say, so it listens
+        pass  # the server rejects the request, so it listens
     except OSError as error:
         return Fault(f"the {server} at {place} cannot be reached: {error}")
     return None
 
 
-def _host_towards(place: str) -> str:
-    """The address of this machine that the master's network sees."""
+def _local_address(place: str) -> str:
+    """Return this machine's address on the network that leads to the master."""
     host, _, port = place.rpartition(":")
     family = socket.AF_INET6 if host.startswith("[") else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as sock:  # connects, and sends nothing

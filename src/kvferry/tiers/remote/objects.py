@@ -1,13 +1,13 @@
 """Objects in a shared store, one for each block: their names and seals.
 
-Everything that decides a block's bytes is in its name: the format, the namespace's digest, the
-rank and the number of ranks, the block's key. Servers that agree in all of it share blocks; others
-cannot even ask for them, and a store in an older format is another place. The seal behind the bytes
-repeats the name, under a checksum over both: whatever a store answers, a wrong block is never taken
-for the one that was asked for.
+An object's name has everything that decides a block's bytes: the format, the namespace's digest,
+the rank and the number of ranks, the block's key. Servers that agree in all of it share blocks;
+others ask for other names, and so do other formats. The seal behind the bytes repeats the name,
+under a checksum over both. So a wrong block is never taken for the requested one, whatever a store
+answers.
 
-Where blocks are encrypted, names are digests under the fleet's key: another key asks for other
-names, and the names do not help to guess a prompt.
+With encryption, names are digests under the fleet's key: another key leads to other names, and the
+names do not help to guess a prompt.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from kvferry.hostmem.slots import PrivateMemory
 from kvferry.tiers.cipher import NONCE_BYTES, TAG_BYTES, Cipher, derived_key
 
 FORMAT = 2
-"""Of names and seals. Another format is another place: it is never read as this one."""
+"""Version of names and seals. It is part of every name, so no other version is ever read."""
 
 SHARED = 0
-"""The generation that all servers begin in. A server that forgets moves to one of its own."""
+"""The generation in which all servers begin. A server that forgets moves to one of its own."""
 
-# magic, format, 0, bytes, namespace, key, rank, number of ranks
+# magic, format, 0, block bytes, namespace, key, rank, number of ranks
 _SEAL = struct.Struct("<8sIIQ32s32sII")
 _MAGIC = b"kvferry\x00"
 _DIGEST_BYTES = 16
@@ -40,7 +40,7 @@ SEAL_BYTES = _SEAL.size + _DIGEST_BYTES
 class ObjectFormat:
     """Names and seals of the blocks of one rank of one namespace.
 
-    ``secret`` is the key of this rank's blocks alone (:meth:`with_key`), where they are encrypted.
+    With encryption, ``secret`` is the key of this rank's blocks alone (:meth:`with_key`).
     """
 
     namespace: bytes
@@ -50,7 +50,7 @@ class ObjectFormat:
     secret: bytes | None = field(default=None, repr=False)
 
     def with_key(self, key: bytes | None) -> ObjectFormat:
-        """The same, encrypted with a key that is derived from the fleet's."""
+        """Return this format, encrypted with a key that is derived from the fleet's key."""
         if key is None:
             return self
         return replace(self, secret=derived_key(key, self.head(bytes(KEY_BYTES)), b"kvferry-fleet"))
@@ -60,7 +60,7 @@ class ObjectFormat:
         return self.block_bytes + (SEAL_BYTES if self.secret is None else TAG_BYTES + NONCE_BYTES)
 
     def folder(self, generation: int = SHARED) -> str:
-        """What the names of all blocks of one generation begin with."""
+        """Return the first part of the names of all blocks of one generation."""
         namespace = self._hidden(self.namespace)
         return (
             f"kvferry-{FORMAT}/{namespace.hex()}/r{self.rank}of{self.num_ranks}/{generation:016x}"
@@ -78,14 +78,14 @@ class ObjectFormat:
         ).digest()
 
     def seal(self, block: memoryview, key: bytes) -> bytes:
-        """What is stored behind these bytes."""
+        """Return the seal that is stored behind these bytes."""
         head = self.head(key)
         digest = xxhash.xxh3_128(block)
         digest.update(head)
         return head + digest.digest()
 
     def head(self, key: bytes) -> bytes:
-        """All that must agree for a block, besides its bytes."""
+        """Return everything but the bytes that must agree for a block."""
         assert len(key) == KEY_BYTES
         return _SEAL.pack(
             _MAGIC, FORMAT, 0, self.block_bytes, self.namespace, key, self.rank, self.num_ranks
@@ -93,30 +93,30 @@ class ObjectFormat:
 
 
 class ChecksumSealer:
-    """xxh3-128 behind the bytes: detects every fault of a store, but no forgery.
+    """Seals with xxh3-128 behind the bytes: it detects every fault of a store, but no forgery.
 
-    Works where the bytes are: ``| the block's bytes | seal |``.
+    Works in place: ``| the block's bytes | seal |``.
     """
 
     def __init__(self, objects: ObjectFormat) -> None:
         self._objects = objects
 
     def plain(self, room: memoryview) -> memoryview:
-        """Where the bytes of a block belong before it is sealed into this room."""
+        """Return the memory that takes a block's bytes before :meth:`seal`."""
         return room[: self._objects.block_bytes]
 
     def seal(self, room: memoryview, key: bytes) -> None:
-        """Make the object of the block with this key; its bytes are in :meth:`plain`."""
+        """Make the object of the block with this key, whose bytes are in :meth:`plain`."""
         room[self._objects.block_bytes :] = self._objects.seal(self.plain(room), key)
 
     def unseal(self, stored: memoryview, key: bytes) -> memoryview | None:
-        """The bytes of the block with this key, valid until the next call; None: it is foreign."""
+        """Return the bytes of the block with this key, until the next call; None if foreign."""
         block = self.plain(stored)
         return block if stored[len(block) :] == self._objects.seal(block, key) else None
 
 
 class AesSealer:
-    """AES-256-GCM: without the key blocks can neither be read nor forged.
+    """Seals with AES-256-GCM: without the secret, blocks can neither be read nor forged.
 
     Works on a copy: ``| sealed bytes | tag | nonce |``. The methods are those of
     :class:`ChecksumSealer`.
@@ -144,9 +144,9 @@ class AesSealer:
 
 
 Sealer = ChecksumSealer | AesSealer
-"""Makes objects of blocks, and blocks of objects. One thread; one block at a time."""
+"""Converts blocks to objects and back, for one thread and one block at a time."""
 
 
 def open_sealer(objects: ObjectFormat) -> Sealer:
-    """The sealer of a format: AES where it has a secret, else checksums."""
+    """Return the sealer of a format: AES if it has a secret, else checksums."""
     return ChecksumSealer(objects) if objects.secret is None else AesSealer(objects)

@@ -1,13 +1,13 @@
-"""The child process that speaks with a shared store. It ends when its channel to the engine does.
+"""The child process that serves a shared store, until its channel to the engine ends.
 
-A thread would get the interpreter back only after 5 ms beside one that computes, for each call: 0.2
-GB/s with blocks of 1 MiB. And a client that crashes or hangs is ended with its process::
+In a thread of the engine each call would get the GIL back only after 5 ms beside a thread that
+computes: 0.2 GB/s with blocks of 1 MiB. And a client that crashes or hangs ends with its process::
 
     write   engine ── process_vm ──> staging ── seal ──> put        sealing: a checksum, or AES
     read    get ── verify ── process_vm ──> engine
 
-No block counts that has not been verified here. A call without an answer at the deadline is given
-up: from then on it does not touch the engine's memory.
+A block counts only after it was verified here. A call without an answer at the deadline is
+cancelled: from then on it does not touch the engine's memory.
 """
 
 from __future__ import annotations
@@ -62,14 +62,14 @@ from kvferry.tiers.remote.health import End, StoreHealth
 from kvferry.tiers.remote.objects import ObjectFormat, open_sealer
 
 _LEAVE_SECONDS = 1.5
-_MOST_SUSPECTS = 4096
+_MAX_FOREIGN = 4096
 _NOT_BEGUN = "not begun in time"
 _NOT_ANSWERED = Fault("the store has not answered in time")
 
 
 @dataclass(eq=False)
 class InFlightBatch:
-    """A batch under way. Owns what became of each block so far."""
+    """A batch in flight. Owns the result of each block so far."""
 
     order: Batch
     names: list[str]
@@ -99,11 +99,11 @@ class InFlightBatch:
 
 
 _Step = Callable[[InFlightBatch, Sequence[int]], Awaitable[None]]
-"""Looks up, reads or writes the blocks at some positions, and ends each of them."""
+"""Looks up, reads or writes the blocks at some positions, and sets the result of each."""
 
 
 class StoreTransfers:
-    """Owns the limits on what is in flight, the health, and which objects are foreign."""
+    """Owns the limits on calls in flight, the store's health, and the names of foreign objects."""
 
     def __init__(
         self,
@@ -113,17 +113,17 @@ class StoreTransfers:
         report: Callable[[Way, str], None],
         refuses: str = "",
     ) -> None:
-        """``report`` and ``refuses`` are those of the health."""
+        """``report`` and ``refuses`` are those of :class:`StoreHealth`."""
         self._client = client
         self._staging = client.staging
         self._objects = objects
         self._sealer = open_sealer(objects)
         self._memory = memory
         self.health = StoreHealth(client, report, refuses=refuses)
-        # One more is prepared, or verified, beside those that are with the client.
+        # One more call is prepared or verified beside those that the client carries out.
         self._begun = {way: asyncio.Semaphore(client.num_calls + 1) for way in Way}
         self._calls = {way: asyncio.Semaphore(client.num_calls) for way in Way}
-        self._suspects: dict[str, None] = {}  # names under which something foreign lies
+        self._foreign: dict[str, None] = {}  # names of foreign objects, oldest first
 
     def begin(self, order: Batch, generation: int) -> InFlightBatch:
         keys = list(order.keys)
@@ -162,7 +162,7 @@ class StoreTransfers:
 
     @asynccontextmanager
     async def _call(self, batch: InFlightBatch, some: Sequence[int]) -> AsyncIterator[None]:
-        """Around a call to the client: without an answer, its blocks end by the store's fault."""
+        """Enter a call to the client; without an answer, its blocks fail by the store's fault."""
         async with self._calls[batch.order.way]:
             batch.end(some, _NOT_ANSWERED)
             yield
@@ -174,36 +174,36 @@ class StoreTransfers:
         self.health.answered(Way.FIND, ends)
         for at, end in zip(some, ends, strict=True):
             if isinstance(end, Foreign):
-                self._suspect(batch.names[at])
-            # A block that is known to be foreign is missing, whatever the store says.
-            is_foreign = end is None and batch.names[at] in self._suspects
+                self._note_foreign(batch.names[at])
+            # An object that is known to be foreign counts as missing, whatever the store says.
+            is_foreign = end is None and batch.names[at] in self._foreign
             batch.ends[at] = Unavailable("it is not what it should be") if is_foreign else end
 
-    def _suspect(self, name: str) -> None:
-        """The object of this name is foreign: the next write replaces it."""
-        while name not in self._suspects and len(self._suspects) >= _MOST_SUSPECTS:
-            del self._suspects[next(iter(self._suspects))]
-        self._suspects[name] = None
+    def _note_foreign(self, name: str) -> None:
+        """Note that an object is foreign: the next write replaces it."""
+        while name not in self._foreign and len(self._foreign) >= _MAX_FOREIGN:
+            del self._foreign[next(iter(self._foreign))]
+        self._foreign[name] = None
 
     async def _read(self, batch: InFlightBatch, some: Sequence[int]) -> None:
         names = batch.names_of(some)
         async with self._call(batch, some):
             fetched = await self._client.get(names, self._objects.object_bytes)
         self.health.answered(Way.READ, fetched)
-        await asyncio.sleep(0)  # the next call begins, and goes on while these are verified
+        await asyncio.sleep(0)  # the next call begins, and runs while these are verified
         for at, content in zip(some, fetched, strict=True):
             if isinstance(content, memoryview):
                 try:
-                    batch.ends[at] = self._take_out(batch, at, content)
+                    batch.ends[at] = self._deliver(batch, at, content)
                 finally:
                     self._staging.give_back(content)
             else:
                 batch.ends[at] = content
             if isinstance(batch.ends[at], Foreign):
-                self._suspect(batch.names[at])
+                self._note_foreign(batch.names[at])
 
-    def _take_out(self, batch: InFlightBatch, at: int, content: memoryview) -> End:
-        """Verify a block and bring it to the engine's memory."""
+    def _deliver(self, batch: InFlightBatch, at: int, content: memoryview) -> End:
+        """Verify a block and copy it to the engine's memory."""
         block = self._sealer.unseal(content, batch.keys[at])
         if block is None:
             return Foreign("what is there is no block of ours: it fails its proof")
@@ -224,11 +224,11 @@ class StoreTransfers:
                 return
             self._sealer.seal(content, batch.keys[at])
         names = batch.names_of(some)
-        replace = [name in self._suspects for name in names]
+        replace = [name in self._foreign for name in names]
         is_ours = True
         try:
             async with self._call(batch, some):
-                is_ours = False  # the client gives them back
+                is_ours = False  # the client gives the rooms back
                 ends = await self._client.put(names, rooms, replace=replace)
         finally:
             if is_ours:
@@ -237,11 +237,11 @@ class StoreTransfers:
         for at, end, is_new in zip(some, ends, replace, strict=True):
             batch.ends[at] = end
             if end is None and is_new:
-                self._suspects.pop(batch.names[at], None)
+                self._foreign.pop(batch.names[at], None)
 
     @staticmethod
     def _copy(move: Callable[..., Any], order: Batch, at: int, room: memoryview) -> bool:
-        """Move one block's pieces between ``room`` and the engine; whether all are whole."""
+        """Move one block's pieces between ``room`` and the engine; return whether all arrived."""
         offsets = np.cumsum(order.sizes) - order.sizes
         return bool(move(address_of(room) + offsets, order.addresses[at], order.sizes).all())
 
@@ -251,7 +251,7 @@ def open_client(
     objects: ObjectFormat,
     hello: Mapping[str, Any],
 ) -> StoreClient:
-    """The client of one store; the modules of other stores are not imported."""
+    """Return the client of one store; the modules of other stores are not imported."""
     if address.kind == MOONCAKE:
         from kvferry.tiers.remote.mooncake import open_mooncake
 
@@ -299,14 +299,14 @@ class StoreProcess:
         )
 
     def _report(self, way: Way, ailment: str) -> None:
-        kind = FrameKind.FULL if way is Way.WRITE else FrameKind.AILS
+        kind = FrameKind.WRITES_REFUSED if way is Way.WRITE else FrameKind.UNAVAILABLE
         self._channel.send(pack(kind, ailment))
 
     def serve(self) -> None:
         self._thread.start()
         ready = frame(FrameKind.READY)
         self._spawn(self._transfers.health.watch(lambda: self._channel.send(ready)))
-        self._spawn(self._client.tend(self._log))
+        self._spawn(self._client.run_background(self._log))
         while True:
             for kind, body in self._channel.receive():
                 self._take(kind, body)
@@ -339,7 +339,7 @@ class StoreProcess:
             self._log(logging.ERROR, words_of(error))
 
     def _log(self, level: int, text: str) -> None:
-        self._channel.send(pack(FrameKind.SAYS, level, shown(text)))
+        self._channel.send(pack(FrameKind.LOG, level, shown(text)))
 
     def close(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -354,7 +354,7 @@ class StoreProcess:
 def _serve(engine: child.EngineLink) -> None:
     process = StoreProcess(engine.channel, json.loads(engine.hello), engine.memory)
     process.serve()
-    # Leaving a store may take a minute and hold the interpreter for as long. The kernel does not.
+    # Leaving a store may hold the GIL for a minute; the kernel's timer ends it all the same.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_REAL, _LEAVE_SECONDS)
     process.close()

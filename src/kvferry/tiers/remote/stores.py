@@ -1,8 +1,8 @@
-"""Opening a bucket: addresses and credentials as each cloud's own tools find them; errors as words.
+"""Opens buckets: finds addresses and credentials as each cloud's own tools do, and words errors.
 
-Requests to another host than the address names are refused: a server that redirects would be sent
-the session token along. obstore cannot be told not to follow, so it is told of a proxy that is not
-there, for all hosts but those. Where the environment names a proxy, that one decides.
+Requests to another host than the address names are refused: a server that redirects would receive
+the session token. obstore cannot be told not to follow redirects, so it gets a proxy that does not
+exist, for all hosts but those. If the environment names a proxy, that one is used.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from kvferry.tiers.remote.client import hide, shown
 REQUEST_SECONDS = 60.0
 _NOWHERE = "http://127.0.0.1:1"
 _LINK_LOCAL = ("169.254.0.0/16", "fd00:ec2::/32")
-"""Where machines in clouds are handed out credentials."""
+"""Addresses from which machines in clouds get credentials."""
 _OWN_HOSTS = {
     S3: ("amazonaws.com", "amazonaws.com.cn"),
     GOOGLE: ("googleapis.com", "metadata.google.internal", "metadata"),
@@ -78,13 +78,13 @@ _OF_CONNECTION = {
     "SharedAccessSignature": "sas_key",
     "BlobEndpoint": "endpoint",
 }
-_OTHER_MEANS = (
+_CREDENTIAL_VARIABLES = (
     ("AWS_WEB_IDENTITY_TOKEN_FILE",),
     ("AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",),
     ("AWS_CONTAINER_CREDENTIALS_FULL_URI", "AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE"),
 )
-"""Variables by which the client finds keys itself: all of one line. The last are for EKS Pod
-Identity; without the token's file obstore 0.12 does not ask there."""
+"""Variables by which the client finds keys itself: all of one line are needed. The last are for EKS
+Pod Identity; without the token's file obstore 0.12 does not ask there."""
 
 DEFAULT_REGION = "us-east-1"
 
@@ -105,7 +105,7 @@ _CERTIFICATES = {
 
 
 def open_bucket(address: RemoteAddress, env: Mapping[str, str]) -> Any:
-    """The bucket of an address; nothing is asked yet. ConfigError without credentials."""
+    """Return the bucket of an address, without a request. ConfigError without credentials."""
     if address.kind == FILES:
         return LocalStore()
     make, config_of = _BUCKETS[address.kind]
@@ -146,21 +146,21 @@ def open_bucket(address: RemoteAddress, env: Mapping[str, str]) -> Any:
 
 
 class WrongSizeError(Exception):
-    """An object has another size than any of ours."""
+    """An object has a size that none of ours has."""
 
     def __init__(self, size: int) -> None:
         super().__init__(f"an object has {size} bytes, which none of ours has")
 
 
 async def read_object(store: Any, path: str, fits: range) -> memoryview:
-    """An object whose size is one of these; no more of it is read than it says it has."""
+    """Return an object whose size is in ``fits``, else raise WrongSizeError; read no more of it."""
     got = await obstore.get_async(store, path)
     size = got.meta["size"]
     if size not in fits:
         raise WrongSizeError(size)
-    if isinstance(store, LocalStore):  # a stream of it comes in pieces of 8 KiB
+    if isinstance(store, LocalStore):  # streaming it would yield pieces of 8 KiB
         return memoryview(await got.bytes_async())
-    # One piece of more bytes than it should have comes only if it has them.
+    # The first piece is longer than ``size`` only if the object is.
     piece = await anext(aiter(got.stream(min_chunk_size=size + 1)), b"")
     if len(piece) != size:
         raise WrongSizeError(len(piece))
@@ -168,14 +168,14 @@ async def read_object(store: Any, path: str, fits: range) -> memoryview:
 
 
 def s3_config(told: Mapping[str, str], env: Mapping[str, str]) -> dict[str, str]:
-    """The client's settings: of the address, else the environment, else the profile in ``~/.aws``.
+    """Return the settings in the address, else the environment, else the profile in ``~/.aws``.
 
-    Keys from two sources are never mixed. The client itself finds what none of them has (an
-    instance's role, a container's, a web identity).
+    Keys from two sources are never mixed. The client itself finds other credentials (an instance's
+    role, a container's, a web identity).
     """
     found = _from(env, _OF_ENV)
     profile = _profile(env)
-    has_means = any(all(env.get(name) for name in names) for names in _OTHER_MEANS)
+    has_means = any(all(env.get(name) for name in names) for names in _CREDENTIAL_VARIABLES)
     has_keys = "access_key_id" in found or has_means
     for name, value in profile.items():
         if name != "ca_bundle" and not (has_keys and name in _SECRETS):
@@ -192,7 +192,7 @@ def s3_config(told: Mapping[str, str], env: Mapping[str, str]) -> dict[str, str]
 
 
 def _from(env: Mapping[str, str], names: Mapping[str, Sequence[str]]) -> dict[str, str]:
-    """What the environment has, by the first of its variables that is set."""
+    """Return each setting that the environment has, by the first of its variables that is set."""
     return {
         name: value
         for name, variables in names.items()
@@ -201,16 +201,16 @@ def _from(env: Mapping[str, str], names: Mapping[str, Sequence[str]]) -> dict[st
 
 
 def google_config(told: Mapping[str, str], env: Mapping[str, str]) -> dict[str, str]:
-    """The client's settings. It finds credentials itself, as Google's own libraries do.
+    """Return the client's settings. It finds credentials itself, as Google's own libraries do.
 
-    ``GOOGLE_APPLICATION_CREDENTIALS``, what ``gcloud`` has left, or the machine's service account.
+    ``GOOGLE_APPLICATION_CREDENTIALS``, the login of ``gcloud``, or the machine's service account.
     """
     endpoint = told.get("endpoint") or env.get("GOOGLE_BASE_URL")
     return {"base_url": endpoint} if endpoint else {}
 
 
 def azure_config(told: Mapping[str, str], env: Mapping[str, str]) -> dict[str, str]:
-    """The client's settings: of the address, else the environment, else its connection string.
+    """Return the settings in the address, else the environment, else its connection string.
 
     The client itself finds a service principal, a workload's or a managed identity.
     """
@@ -232,7 +232,7 @@ def azure_config(told: Mapping[str, str], env: Mapping[str, str]) -> dict[str, s
 
 
 def ca_bundle(env: Mapping[str, str]) -> bytes | None:
-    """Certificates to trust besides the system's, where ``AWS_CA_BUNDLE`` or a profile has some."""
+    """Return certificates to trust besides the system's: ``AWS_CA_BUNDLE``'s or a profile's."""
     path = env.get("AWS_CA_BUNDLE") or _profile(env).get("ca_bundle")
     if not path:
         return None
@@ -258,7 +258,7 @@ def _profile(env: Mapping[str, str]) -> dict[str, str]:
         try:
             parser.read(path, encoding="utf-8")
         except (configparser.Error, OSError, UnicodeDecodeError):
-            continue  # as if it were not there: the store will say that we may not
+            continue  # treated as missing: the store will refuse access
         for place in (section, name):  # [default] in both files, [profile x] in the first
             if parser.has_section(place):
                 table = parser[place]
@@ -275,7 +275,7 @@ _BUCKETS: dict[str, tuple[Callable[..., Any], _Config]] = {
 
 
 def reason_of(error: Exception) -> str:
-    """The words of the server or the system, without the object's long name."""
+    """Return the words of the server or the system, without the object's long name."""
     said, _, inner = str(error).partition("\n\nDebug source")
     text = " ".join(said.split())
     found = _SAID.search(text)
@@ -295,7 +295,7 @@ def reason_of(error: Exception) -> str:
 
 
 def _answer(said: str) -> str:
-    """A server's answer: its status, and the words of its XML or HTML."""
+    """Return a server's answer: its status, and the text of its XML or HTML."""
     found = _STATUS.fullmatch(said)
     if found is None:
         return said

@@ -1,11 +1,11 @@
-"""A shared store as a tier: blocks by their keys, carried by a child process.
+"""A shared store as a tier: finds blocks by their keys, through a child process.
 
 ::
 
-    submit ──> queue, reads and writes apart ──> a few at a time to the child ──> poll
+    submit ──> queues of reads and of writes ──> a few at a time to the child ──> poll
 
 The engine's thread writes a small frame per batch and reads one per result. No other thread of this
-process takes part, so a thread that keeps the interpreter busy costs nothing.
+process takes part, so a thread that holds the GIL costs nothing.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from kvferry.types import TierName
 log = logging.getLogger(__name__)
 
 MOST_SENT = 4
-"""Batches that the child has at once, each way; the others wait here."""
+"""Batches per direction that the child has at once; the others wait in this process."""
 
 GRACE_SECONDS = 2.0
-"""The child ends a batch at its deadline. One that is later than this hangs, and is killed."""
+"""Seconds after which a child that has not ended a batch at its deadline is killed as hung."""
 
 OPEN_SECONDS = 5.0
-"""How long opening waits for the store's first answer; then it goes on without."""
+"""Seconds that opening waits for the store's first answer before it continues without."""
 
 _END_SECONDS = 3.0
-"""How long a child may take to leave its store in order."""
+"""Seconds that a child may take to close its store."""
 
 _FIRST_WAIT, _LONGEST_WAIT = 0.5, 30.0
 _STARTING = "its process has not heard from the store yet"
@@ -62,7 +62,7 @@ Launch = Callable[[Mapping[str, object], Mapping[str, str]], ChildProcess]
 def start_store_process(
     hello: Mapping[str, object], environment: Mapping[str, str]
 ) -> ChildProcess:
-    """Start the process of a shared store. Raises OSError if that is impossible."""
+    """Start the process of a shared store. Raises OSError if that fails."""
     return ChildProcess(
         "kvferry.tiers.remote.process",
         json.dumps(hello).encode(),
@@ -72,10 +72,10 @@ def start_store_process(
 
 
 class RemoteTier(QueuedTier):
-    """Blocks of one rank in a shared store. Owns the child process.
+    """Keeps blocks of one rank in a shared store. Owns the child process.
 
     The child reports the store's health. A child that dies or hangs is killed and, after a while,
-    started again; until then the tier ails.
+    restarted; until then the tier is unavailable.
     """
 
     def __init__(
@@ -88,9 +88,9 @@ class RemoteTier(QueuedTier):
         super().__init__(name, block_bytes)
         self._generation = SHARED
         self.refusal = ""
-        """Why the child will not serve, where it said so: something is not installed."""
+        """Why the child will not serve, in its own words: a package is not installed."""
         self.refusal_to_write = READ_ONLY if hello.get("read_only") else ""
-        """Why the store takes no blocks now, though it may be read; empty while it takes them."""
+        """Why the store takes no writes now, though it may be read; empty while it takes them."""
         self._hello = hello
         self._launch = launch
         self._environment = dict(os.environ)  # the same S3 identity for every child
@@ -130,10 +130,10 @@ class RemoteTier(QueuedTier):
 
     def forget(self) -> None:
         with self._changed:
-            # A generation that no other server and no other life has ever had.
+            # A random generation, which no other server and no earlier process has had.
             before, self._generation = self._generation, randbits(62) + 1
-            # The shared generation belongs to other servers too, and stays. Only this server knows
-            # a generation of its own.
+            # The shared generation belongs to other servers too, and stays. No other server uses a
+            # generation of our own, so it is removed.
             if before != SHARED and self._child is not None:
                 self._child.channel.send(pack(FrameKind.FORGET, before))
 
@@ -161,7 +161,7 @@ class RemoteTier(QueuedTier):
     # -- the child --------------------------------------------------------------------------------
 
     def open(self, timeout: float) -> None:
-        """Start the child, and wait a while for the store's first answer."""
+        """Start the child, and wait at most ``timeout`` seconds for the store's first answer."""
         self._begin_start()
         end = time.monotonic() + timeout
         while self._process_ailment == _STARTING and time.monotonic() < end:
@@ -169,7 +169,7 @@ class RemoteTier(QueuedTier):
             self.poll()
 
     def _begin_start(self) -> None:
-        # In a thread of its own: starting a process takes milliseconds of the engine's thread.
+        # In a thread of its own: starting a process would hold up the engine for milliseconds.
         self._process_ailment = self._process_ailment or _STARTING
         self._starting = threading.Thread(
             target=self._launch_child, name=f"kvferry-start-{self.name}", daemon=True
@@ -198,15 +198,15 @@ class RemoteTier(QueuedTier):
         for kind, body in child.channel.receive():
             if kind is FrameKind.RESULT:
                 self._take_result(body)
-            elif kind is FrameKind.AILS:
+            elif kind is FrameKind.UNAVAILABLE:
                 self._note_store(unpack(body))
-            elif kind is FrameKind.FULL:
+            elif kind is FrameKind.WRITES_REFUSED:
                 self._note_full(unpack(body))
             elif kind is FrameKind.READY:
                 self._process_ailment, self._wait = "", _FIRST_WAIT
             elif kind is FrameKind.REFUSED:
                 self.refusal = self._process_ailment = unpack(body)
-            elif kind is FrameKind.SAYS:
+            elif kind is FrameKind.LOG:
                 level, text = unpack(body)
                 log.log(level, "tier %s: %s", self.name, text)
         if child.channel.is_ended and child is self._child:
@@ -238,7 +238,7 @@ class RemoteTier(QueuedTier):
         self._end(task, replace(result, reasons=reasons))
 
     def _supervise(self) -> None:
-        """Kill a child that hangs, wait for children that are dying, start one where none is."""
+        """Kill a child that hangs, close those that have ended, start one if there is none."""
         now = time.monotonic()
         sent = [each for each in self._tasks.values() if each.is_begun]
         if any(now > each.batch.deadline + GRACE_SECONDS for each in sent):
@@ -282,7 +282,7 @@ class RemoteTier(QueuedTier):
 def open_remote(setup: TierSetup) -> RemoteTier:
     """Open the tier ``remote``. A store that cannot be reached now does not stop the engine.
 
-    ConfigError where a package is missing, or the caller does not say what the blocks are.
+    Raises ConfigError if a package is missing, or the caller gave no namespace of the blocks.
     """
     address, config = read_remote("remote", setup.options), setup.config
     if not setup.shared_namespace:
@@ -316,7 +316,7 @@ def open_remote(setup: TierSetup) -> RemoteTier:
 
 
 def require_packages(address: RemoteAddress, *, encrypts: bool = False) -> None:
-    """ConfigError where a package that this store needs is not installed."""
+    """Raise ConfigError if a package that this store needs is not installed."""
     modules, extras = _NEEDS[address.kind]
     if encrypts:
         modules, extras = (*modules, "cryptography"), f"{extras},remote-encryption"

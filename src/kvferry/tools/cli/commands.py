@@ -1,4 +1,4 @@
-"""The group of all commands, and how their errors are told."""
+"""The group of all commands, which prints their errors."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from kvferry.tools.cli.top import top
 
 
 class Commands(click.Group):
-    """A group that tells an error in one line."""
+    """A command group that prints an expected error as one line, without a traceback."""
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command. An error that says what to do becomes one line."""
+        """Run the command. Turn kvferry's and the system's errors into click's."""
         try:
             return super().invoke(ctx)
         except BrokenPipeError:

@@ -1,4 +1,4 @@
-"""``kvferry config``: the settings; ``kvferry vllm-args``: the same for vLLM's command line."""
+"""``kvferry config`` shows the settings; ``kvferry vllm-args`` prints them as vLLM's arguments."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ FLAG = {"is_flag": True}
 def config(file: Path | None, all: bool, as_json: bool) -> None:
     """Show the settings and their sources.
 
-    They are as an engine started here would have them: the basic ones and those that are not the
-    default.
+    The values are those that an engine started here would use. The list has the basic settings and
+    all that differ from their defaults.
 
     The exit code is 1 if a value in a file or a variable is refused.
     """

@@ -1,4 +1,4 @@
-"""``kvferry demo``: KV blocks leave a device that is too small, come back, and save time."""
+"""``kvferry demo``: a small device offloads KV blocks, loads them again, and saves prefill."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def _run(scenario: Scenario, given: dict[str, Any], console: Console) -> dict[st
 
 
 def _following(console: Console) -> OnTurn:
-    """Print a line for every quarter of a run."""
+    """Return a callback that prints a line at every quarter of a run."""
     done = Counter[str]()
 
     def on_turn(title: str, num_turns: int, turn: Turn) -> None:

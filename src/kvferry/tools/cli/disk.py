@@ -17,7 +17,7 @@ from kvferry.core.quantities import rounded_size
 from kvferry.errors import ConfigError, KvferryError, StoreError
 from kvferry.tiers.disk.quota import StoreFolder, purge_store, stores_under
 from kvferry.tiers.disk.store import verify_store
-from kvferry.tools.cli.output import as_json_option, table, unbroken
+from kvferry.tools.cli.output import as_json_option, plain_console, table
 from kvferry.tools.words import clean, counted
 
 NOT_RIGHT = 1
@@ -135,7 +135,7 @@ def purge(
 
 
 def _stores(paths: Sequence[Path]) -> list[StoreFolder]:
-    """The named stores, and all stores in the named directories, each once."""
+    """Return the named stores and all stores in the named directories, each once."""
     named = paths or [Path(directory) for directory in Config.load().disk]
     if not named:
         raise ConfigError(
@@ -175,7 +175,7 @@ def _plain(folder: StoreFolder) -> dict[str, Any]:
 
 
 def _show(found: Sequence[StoreFolder]) -> None:
-    console = unbroken()
+    console = plain_console()
     names = ("Model", "Rank", "Drive", "Size", "Places", "Last used", "Store", "State")
     left = [name for name in names if name not in ("Size", "Places")]
     for root, here in groupby(found, lambda folder: folder.path.parent):

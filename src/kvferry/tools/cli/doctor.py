@@ -1,4 +1,4 @@
-"""``kvferry doctor``: whether this machine is fit."""
+"""``kvferry doctor``: check whether this machine is fit for kvferry."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from rich.table import Table
 from rich.text import Text
 
 from kvferry.errors import InputError, UnreachableError
-from kvferry.tools.cli.output import as_json_option, found, unbroken
+from kvferry.tools.cli.output import as_json_option, endpoint_url, plain_console
 from kvferry.tools.doctor.checks import (
     Environment,
     Finding,
     Grade,
     examine,
     fail,
-    look_at_gpu,
+    inspect_gpu,
     ok,
     warn,
 )
@@ -54,7 +54,7 @@ def doctor(ctx: click.Context, device: int, url: str | None, strict: bool, as_js
     """
     env = ctx.obj if isinstance(ctx.obj, Environment) else Environment()
     if device:
-        env = replace(env, gpu=lambda: look_at_gpu(device))
+        env = replace(env, gpu=lambda: inspect_gpu(device))
     findings = examine(env)
     if url is not None:
         findings = [*findings, _running(url)]
@@ -71,10 +71,10 @@ def doctor(ctx: click.Context, device: int, url: str | None, strict: bool, as_js
 
 
 def _running(url: str) -> Finding:
-    """Whether kvferry serves in a running server."""
+    """Check whether kvferry is active in the server at ``url``."""
     name = "running server"
     try:
-        view = Watch(found(url or None)).look()
+        view = Watch(endpoint_url(url or None)).look()
     except (UnreachableError, InputError) as error:
         return warn(name, str(error), "give the address that serves /metrics")
     if view.idle:
@@ -95,4 +95,4 @@ def _show(findings: list[Finding]) -> None:
         )
         if finding.remedy:
             made.add_row("", "", Text(f"→ {finding.remedy}", style="dim"))
-    unbroken().print(made)
+    plain_console().print(made)

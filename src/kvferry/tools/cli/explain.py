@@ -1,4 +1,4 @@
-"""``kvferry explain`` and ``kvferry control``: questions and orders to a running server."""
+"""``kvferry explain`` and ``kvferry control``: query and control a running server."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rich.text import Text
 
 from kvferry.errors import ConfigError, InputError, KvferryError, UnreachableError
 from kvferry.settings.kinds import read_secret
-from kvferry.tools.cli.output import as_json_option, found, table, unbroken, url_option
+from kvferry.tools.cli.output import as_json_option, endpoint_url, plain_console, table, url_option
 from kvferry.tools.top import scrape
 from kvferry.tools.top.scrape import post, read_json, read_recent, reading
 from kvferry.tools.words import clip, counted, show_bytes, show_seconds, tier_words
@@ -55,22 +55,22 @@ def explain(request_id: str | None, url: str | None, as_json: bool) -> None:
 
     The exit code is 1 if there is no answer, or the request is not remembered.
     """
-    url = found(url)
+    url = endpoint_url(url)
     try:
         answer = scrape.explain(url, request_id)
         if as_json:
             click.echo(json.dumps(answer))
         elif request_id is None:
-            put_recent(answer, unbroken())
+            print_recent(answer, plain_console())
         else:
-            put_explained(answer, unbroken())
+            print_explanation(answer, plain_console())
     except KvferryError:
         raise
     except ValueError as error:
-        raise scrape.not_explained(url, error) from error
+        raise scrape.malformed_explanation(url, error) from error
 
 
-def put_recent(answer: Mapping[str, Any], console: Console) -> None:
+def print_recent(answer: Mapping[str, Any], console: Console) -> None:
     """Print the latest requests."""
     rows = read_recent(answer)
     if not rows:
@@ -80,8 +80,8 @@ def put_recent(answer: Mapping[str, Any], console: Console) -> None:
     console.print(table(heads, rows, left=["Found", "Miss reason"]))
 
 
-def put_explained(answer: Mapping[str, Any], console: Console) -> None:
-    """Print the explanation of one request. ValueError if the answer is none."""
+def print_explanation(answer: Mapping[str, Any], console: Console) -> None:
+    """Print the explanation of one request. Raises ValueError if the answer is malformed."""
     with reading():
         lines = list(_lines(answer))
         rows = [_copy(copy) for copy in answer.get("copies") or ()]
@@ -177,13 +177,13 @@ def control(
     The exit code is 1 if nothing answers or the server refuses.
     """
     try:
-        order, token = _order(action, given), _token(token_file)
-        url = found(url)
-        answer = read_json(post(f"{url}/control/{action}", order, token))
+        body, token = _request_body(action, given), _token(token_file)
+        url = endpoint_url(url)
+        answer = read_json(post(f"{url}/control/{action}", body, token))
         if as_json:
             click.echo(json.dumps(answer))
         else:
-            _put_answer(action, answer)
+            _print_answer(action, answer)
     except KvferryError as error:
         if getattr(error, "code", None) != 501:
             raise
@@ -193,19 +193,19 @@ def control(
         raise UnreachableError(f"{url} did not answer as expected: {clip(error)}") from error
 
 
-def _order(action: str, given: dict[str, Any]) -> dict[str, Any]:
-    """The body of an order. The server refuses what does not go together."""
+def _request_body(action: str, given: dict[str, Any]) -> dict[str, Any]:
+    """Build the body of a control request. The server refuses options that exclude each other."""
     if action == "hint" and not given["hints"]:
         raise InputError("give the hints by --hints, such as '{\"ended\": true}'")
-    order = {name: value for name, value in given.items() if value}
-    if "tokens" in order:
-        order["tokens"] = _read_tokens(order["tokens"])
-    if "hints" in order:
+    body = {name: value for name, value in given.items() if value}
+    if "tokens" in body:
+        body["tokens"] = _read_tokens(body["tokens"])
+    if "hints" in body:
         try:
-            order["hints"] = json.loads(order["hints"])
+            body["hints"] = json.loads(body["hints"])
         except ValueError as error:
             raise InputError(f"--hints is no JSON: {error}") from None
-    return order
+    return body
 
 
 def _read_tokens(name: str) -> list[int]:
@@ -225,8 +225,8 @@ def _token(file: str | None) -> str:
     return read_secret("control_token", given)
 
 
-def _put_answer(action: str, answer: dict[str, Any]) -> None:
-    console = unbroken()
+def _print_answer(action: str, answer: dict[str, Any]) -> None:
+    console = plain_console()
     with reading():
         if len(answer.get("request_ids") or ()) > 1:
             num_requests = len(answer["request_ids"])

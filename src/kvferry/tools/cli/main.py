@@ -1,4 +1,4 @@
-"""The door: what ``kvferry`` on the command line starts. Imports nothing that may be missing."""
+"""Entry point of the command ``kvferry``. Imports no optional package before it is found."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _NEEDED = ("click", "rich")
 
 
 def main() -> None:
-    """Run the command line, or say in one line what it takes to have one."""
+    """Run the command line. If it lacks a package, print how to install it and exit with 2."""
     missing = [name for name in _NEEDED if find_spec(name) is None]
     if missing:
         print(

@@ -1,4 +1,4 @@
-"""Output that the commands share: JSON, tables that fit, what a command does for so long."""
+"""Options and output that the commands share: addresses, tables, a progress line."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ url_option = click.option(
 )
 
 
-def found(url: str | None) -> str:
-    """The given address, or the first of the usual ones that has kvferry: its own before vLLM's.
+def endpoint_url(url: str | None) -> str:
+    """Return the given address, or the first usual address that has kvferry's metrics.
 
-    Further ones are named on standard error.
+    kvferry's own ports come before vLLM's. If several have metrics, standard error names them.
     """
     if url is not None:
         return base_url(url)
@@ -40,8 +40,8 @@ def found(url: str | None) -> str:
 
 
 @contextmanager
-def working(words: str) -> Iterator[None]:
-    """Show what is done, and for how long, on standard error if that is a terminal."""
+def progress(words: str) -> Iterator[None]:
+    """Show the elapsed time on standard error while the body runs, if that is a terminal."""
     console = Console(stderr=True)
     columns = SpinnerColumn(), TextColumn(words), TimeElapsedColumn()
     with Progress(
@@ -52,7 +52,7 @@ def working(words: str) -> Iterator[None]:
 
 
 def options(*rows: tuple[str, dict[str, Any], str]) -> Callable[[Any], Any]:
-    """Add options to a command. A row has the flags, the arguments of the option, and its help."""
+    """Add options to a command. A row has an option's flags, click arguments and help."""
 
     def add(command: Any) -> Any:
         for flags, arguments, words in reversed(rows):
@@ -62,8 +62,8 @@ def options(*rows: tuple[str, dict[str, Any], str]) -> Callable[[Any], Any]:
     return add
 
 
-def unbroken(*, stderr: bool = False) -> Console:
-    """A console that breaks lines between words in a terminal, and never in a file or a pipe."""
+def plain_console(*, stderr: bool = False) -> Console:
+    """Return a console that wraps lines in a terminal, but not in a file or a pipe."""
     console = Console(highlight=False, stderr=stderr)
     if not console.is_terminal:
         console.width = _PIPE_WIDTH
@@ -77,7 +77,7 @@ def table(
     left: Iterable[str] = (),
     style: str = "bold",
 ) -> Table:
-    """A table without lines. Its columns are right-aligned, except the first and ``left``.
+    """Make a table without lines. Columns are right-aligned, except the first and ``left``.
 
     A cell that is too wide for the terminal is folded: nothing is cut.
     """

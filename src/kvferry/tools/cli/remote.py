@@ -1,4 +1,4 @@
-"""``kvferry remote``: list and remove what kvferry keeps in a shared bucket."""
+"""``kvferry remote``: list and remove kvferry's objects in a shared bucket."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from kvferry.core.quantities import parse_seconds, rounded_size
 from kvferry.errors import ConfigError, StoreError
 from kvferry.settings.tiers import MOONCAKE, RemoteAddress, read_remote
 from kvferry.tiers.remote.tier import require_packages
-from kvferry.tools.cli.output import as_json_option, table, unbroken, working
+from kvferry.tools.cli.output import as_json_option, plain_console, progress, table
 from kvferry.tools.words import counted
 
 _BATCH = 1000
 _SHOWN = 12
-"""So many digits tell namespaces apart."""
+"""Digits of a namespace in tables, enough to tell namespaces apart."""
 
 ADDRESS = click.argument("address", required=False, metavar="[ADDRESS]")
 
 
 @dataclass
 class NamespaceUse:
-    """What was found of one namespace: its objects, as ``list_ours`` lists them."""
+    """The objects of one namespace, as ``list_ours`` lists them."""
 
     namespace: str
     label: str = ""
@@ -41,7 +41,7 @@ class NamespaceUse:
         return sum(each.num_bytes for each in self.objects)
 
     def plain(self) -> dict[str, Any]:
-        """The figures as plain data."""
+        """Return the figures as data for JSON."""
         times = [each.modified for each in self.objects]
         return {
             "namespace": self.namespace,
@@ -83,7 +83,7 @@ def list_command(address: str | None, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps({"address": str(where), "namespaces": [f.plain() for f in found]}))
     elif found:
-        _show(found, unbroken())
+        _show(found, plain_console())
     else:
         click.echo(f"Nothing of kvferry's in {where}.")
 
@@ -122,9 +122,9 @@ def purge(
     size = rounded_size(sum(each.num_bytes for each in found))
     what = f"{counted(len(paths), 'object')} ({size})"
     if paths and not yes:
-        _show(found, unbroken(stderr=True))
+        _show(found, plain_console(stderr=True))
         click.confirm(f"Remove {what} from {where}?", abort=True, err=True)
-    with _failing(where), working("Removing objects"):
+    with _failing(where), progress("Removing objects"):
         from kvferry.tiers.remote.listing import remove
         from kvferry.tiers.remote.stores import open_bucket
 
@@ -158,7 +158,7 @@ def _find(where: RemoteAddress, wants: Callable[[datetime], bool]) -> list[Names
     from kvferry.tiers.remote.stores import open_bucket
 
     found = dict[str, NamespaceUse]()
-    with _failing(where), working("Listing objects"):
+    with _failing(where), progress("Listing objects"):
         store = open_bucket(where, os.environ)
         for page in list_ours(store, f"{where.prefix}/" if where.prefix else ""):
             for each in filter(lambda each: wants(each.modified), page):
@@ -177,7 +177,7 @@ def _failing(where: RemoteAddress) -> Iterator[None]:
         yield
     except ConfigError:
         raise
-    except Exception as error:  # the library below has many kinds
+    except Exception as error:  # obstore raises many kinds
         raise StoreError(f"{where}: {reason_of(error)}") from error
 
 

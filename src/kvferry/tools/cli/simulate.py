@@ -1,4 +1,4 @@
-"""``kvferry simulate``: the hits of each policy and each size on a trace of requests."""
+"""``kvferry simulate``: predict the hits of policies and capacities on a trace of requests."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from kvferry.sim.simulation import (
     LOAD_SECONDS,
     PREFILL_SECONDS,
     Score,
-    Simulated,
     Simulation,
+    SimulationResult,
     Trial,
     simulate,
 )
 from kvferry.telemetry.traces import TraceReader
-from kvferry.tools.cli.output import as_json_option, options, table, unbroken, working
+from kvferry.tools.cli.output import as_json_option, options, plain_console, progress, table
 
 _MOST_BLOCKS = 1 << 30
 _INTERRUPTED = 130
 
-Names = dict[tuple[int, ...], str]
+CapacityNames = dict[tuple[int, ...], str]
 """The capacities in blocks, host first, each as the user wrote it."""
 
 
@@ -51,9 +51,9 @@ def read_policies(text: str) -> tuple[str, ...]:
     return tuple(names)
 
 
-def read_capacities(text: str, block_bytes: int | None) -> Names:
+def read_capacities(text: str, block_bytes: int | None) -> CapacityNames:
     """Read capacities such as ``3000``, ``64GiB`` or ``3000+30000``, each as the user wrote it."""
-    found: Names = {}
+    found: CapacityNames = {}
     for part in text.split(","):
         if part.strip():
             tiers = tuple(_blocks(each.strip(), block_bytes) for each in part.split("+"))
@@ -146,31 +146,31 @@ _FLAG = {"is_flag": True}
 def simulate_command(ctx: click.Context, /, as_json: bool, **given: Any) -> None:
     """Predict the hits of a policy or a size.
 
-    An all-knowing policy stands beside them. The trace goes through the same pool and policies as
-    in your engine, without bytes. TRACE is Mooncake's JSONL or kvferry's own, which a server writes
-    with the setting record. It may be gzipped and in several files (docs/traces.md).
+    An all-knowing policy is shown for comparison. The trace goes through the same pool and policies
+    as in your engine, without bytes. TRACE is Mooncake's JSONL or kvferry's own, which a server
+    writes with the setting record. It may be gzipped and in several files (docs/traces.md).
 
     A block hits if it is cached, and all blocks before it in its request. Lines that are no
     requests are left out, counted and named. The exit code is 1 if there is nothing to simulate.
     """
     try:
-        asked, names = _asked(given)
+        simulation, names = _read_simulation(given)
         began = time.monotonic()
-        with working("Simulating"):
-            simulated = simulate(asked)
+        with progress("Simulating"):
+            result = simulate(simulation)
     except KeyboardInterrupt:
         ctx.exit(_INTERRUPTED)
     if as_json:
         scores, bounds = (
-            [score.as_data() for score in each] for each in (simulated.scores, simulated.bounds)
+            [score.as_data() for score in each] for each in (result.scores, result.bounds)
         )
-        click.echo(json.dumps({**asdict(simulated.trace), "scores": scores, "bound": bounds}))
+        click.echo(json.dumps({**asdict(result.trace), "scores": scores, "bound": bounds}))
     else:
-        _put_figures(simulated, names, time.monotonic() - began, unbroken())
+        _print_result(result, names, time.monotonic() - began, plain_console())
 
 
-def _asked(given: dict[str, Any]) -> tuple[Simulation, Names]:
-    """The simulation that the options describe, and each capacity as the user wrote it."""
+def _read_simulation(given: dict[str, Any]) -> tuple[Simulation, CapacityNames]:
+    """Return the simulation that the options describe, and each capacity as the user wrote it."""
     token_bytes = given["token_bytes"]
     if token_bytes is not None:
         token_bytes = parse_size(token_bytes, name="--token-bytes")
@@ -185,16 +185,18 @@ def _asked(given: dict[str, Any]) -> tuple[Simulation, Names]:
         for policy in read_policies(given["policies"])
     )
     same = ("block_tokens", "keep_partial", "hints", "bound", "jobs")
-    asked = Simulation(
+    simulation = Simulation(
         paths=tuple(given["traces"]),
         trials=trials,
         **{name: given[name] for name in same},
     )
-    return asked, names
+    return simulation, names
 
 
-def _put_figures(simulated: Simulated, names: Names, seconds: float, console: Console) -> None:
-    trace = simulated.trace
+def _print_result(
+    result: SimulationResult, names: CapacityNames, seconds: float, console: Console
+) -> None:
+    trace = result.trace
     console.print(
         f"{trace.num_requests:,} requests over {timedelta(seconds=round(trace.seconds))}, "
         f"{trace.num_blocks:,} blocks of {trace.block_tokens} tokens, {trace.num_tokens:,} prompt "
@@ -211,8 +213,8 @@ def _put_figures(simulated: Simulated, names: Names, seconds: float, console: Co
     tiers = [f"tier {n}" for n in range(1, num_tiers)]
     heads = ["Capacity", "Policy", "Hit ratio", *tiers, "Of best", "Tokens saved", "Seconds saved"]
     rows = []
-    bounds = {bound.trial.capacity[0]: bound for bound in simulated.bounds}
-    for capacity, found in groupby(simulated.scores, key=lambda score: score.trial.capacity):
+    bounds = {bound.trial.capacity[0]: bound for bound in result.bounds}
+    for capacity, found in groupby(result.scores, key=lambda score: score.trial.capacity):
         bound = bounds.get(sum(capacity))
         if bound:
             rows.append([names[capacity], *_row(bound, bound, num_tiers)])

@@ -15,10 +15,10 @@ from rich.text import Text
 
 from kvferry.errors import UnreachableError
 from kvferry.telemetry.http import LOOPBACK
-from kvferry.tools.cli.output import found, options
+from kvferry.tools.cli.output import endpoint_url, options
 from kvferry.tools.cli.output import table as draw
 from kvferry.tools.top.page import PageServer
-from kvferry.tools.top.view import Bar, Shown, View, Watch
+from kvferry.tools.top.view import Bar, FormattedView, View, Watch
 from kvferry.tools.words import clean
 
 _WIDTH = 30
@@ -29,7 +29,7 @@ _MARKS = {"cached": ("█", "blue"), "leased": ("▓", "yellow"), "unready": ("�
 
 @dataclass(frozen=True)
 class Screen:
-    """A whole view. Without colours the shades of the bars still differ."""
+    """Draws a view, or an error above the last view. Bars differ in shade even without colours."""
 
     view: View
     error: str = ""
@@ -37,7 +37,7 @@ class Screen:
     def __rich_console__(
         self, console: Console, options: ConsoleOptions
     ) -> Iterable[RenderableType]:
-        shown = Shown.of(self.view)
+        shown = FormattedView.of(self.view)
         yield Text(f"kvferry {shown.title}", style="bold")
         if self.error:
             yield Text(clean(self.error), style="bold red")
@@ -87,7 +87,7 @@ def top(
     The exit code is 1 if the endpoint does not answer.
     """
     try:
-        watch = Watch(found(url))
+        watch = Watch(endpoint_url(url))
         if web:
             _serve(watch, host, port, interval)
         watch.look()
@@ -97,7 +97,7 @@ def top(
             _follow(watch, view, interval, json)
         _print(view, json)
     except KeyboardInterrupt:
-        pass  # the usual end
+        pass  # the usual way to end this command
 
 
 def _print(view: View, as_json: bool) -> None:
@@ -108,7 +108,7 @@ def _print(view: View, as_json: bool) -> None:
 
 
 def _follow(watch: Watch, view: View, interval: float, as_json: bool) -> NoReturn:
-    """Show every reading until Ctrl-C. On a terminal it waits for an engine that restarts."""
+    """Show every reading until Ctrl-C. On a terminal, keep trying while the engine restarts."""
     console = Console(highlight=False)
     if as_json or not console.is_terminal:
         while True:

@@ -1,9 +1,9 @@
-"""A serving loop over paged KV: admit, compute, finish. It keeps its blocks with the library.
+"""A serving loop over paged KV that offloads blocks with the library: admit, compute, finish.
 
 ::
 
-    admit     take cached device blocks, match and load what kvferry has, allocate the rest
-    compute   one forward pass over the requests whose blocks are there
+    admit     take cached device blocks, allocate the rest, load those that kvferry has
+    compute   one forward pass over the requests that wait for no load
     finish    store the request's full blocks, and free them once they are copied
 """
 
@@ -30,7 +30,7 @@ from kvferry.tools.demo.workload import Turn
 
 IDLE_SECONDS = 0.0005
 STEP_TOKENS = 256
-"""Most tokens of one forward pass. A longer prompt is computed in chunks."""
+"""Most tokens per forward pass. A longer prompt is computed in chunks."""
 
 
 class BlockPool:
@@ -57,7 +57,7 @@ class BlockPool:
         return blocks
 
     def acquire(self, keys: Keys) -> list[int]:
-        """Hold the blocks of the first keys, up to the first that is not cached."""
+        """Take a reference to the blocks of the leading keys, up to the first miss."""
         blocks = []
         for key in keys:
             if key not in self.index:
@@ -68,22 +68,22 @@ class BlockPool:
         return blocks
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Count one holder less. Give the blocks in order: the last one is reused first."""
+        """Drop one reference to each block. Of blocks passed in order, the last is reused first."""
         for block in reversed(blocks):
             self._num_holders[block] -= 1
             if not self._num_holders[block]:
                 self.free[block] = None
-                if self._keys[block] is None:  # nothing to lose: allocate it first
+                if self._keys[block] is None:  # it caches nothing: reuse it first
                     self.free.move_to_end(block, last=False)
 
     def publish(self, blocks: Sequence[int], keys: Keys) -> None:
-        """Index held blocks by their keys. A key that is indexed already keeps its block."""
+        """Index referenced blocks by their keys. A key that is indexed already keeps its block."""
         for block, key in zip(blocks, keys, strict=True):
             if key not in self.index:
                 self.index[key], self._keys[block] = block, key
 
     def check_integrity(self) -> None:
-        """Prove that no block is held and that the index and the blocks' keys agree."""
+        """Check that all blocks are free and that the index and the blocks' keys agree."""
         if any(self._num_holders) or len(self.free) != len(self._num_holders):
             raise IntegrityError(f"{len(self.free)} of {len(self._num_holders)} blocks are free")
         if self.index != {key: at for at, key in enumerate(self._keys) if key is not None}:
@@ -108,7 +108,7 @@ class ServedRequest:
     tokens: list[int] = field(default_factory=list)
     table: list[int] = field(default_factory=list)
     hit: Hit | None = None
-    """The blocks that kvferry has of the prompt, until they are loaded."""
+    """The prompt's blocks that kvferry has, until they are loaded."""
 
     num_computed: int = 0
     device_tokens: int = 0
@@ -129,13 +129,13 @@ class ServedRequest:
         return len(self.prompt) + self.max_new_tokens
 
     def turn(self) -> Turn:
-        """The answer and its figures, once it has finished."""
+        """Return the answer and the figures of a finished request."""
         seconds = self.first_token_at - self.arrival
         found = (self.device_tokens, self.host_tokens)
         return Turn(self.id, self.generated, len(self.prompt), *found, seconds)
 
     def span(self, most: int) -> Span:
-        """Its next tokens, for the model."""
+        """Return at most ``most`` of its next tokens to compute."""
         tokens = self.tokens[self.num_computed : self.num_computed + most]
         return Span(np.array(tokens), self.num_computed, np.array(self.table))
 
@@ -143,9 +143,9 @@ class ServedRequest:
 class Engine(Closing):
     """Continuous batching over one device.
 
-    Owns the KV tensors, the device blocks and the requests. kvferry's ``ferry`` owns everything
-    slower than the device. A request is admitted when the device has room for its last token, so
-    none is ever preempted.
+    Owns the KV tensors, the device blocks and the requests. Leaves host memory and lower tiers to
+    ``ferry``. A request is admitted once the device has blocks for all its tokens, so that no
+    request is ever preempted.
     """
 
     def __init__(
@@ -177,14 +177,14 @@ class Engine(Closing):
         self._admitted: list[ServedRequest] = []
         self._loads: dict[Ticket, ServedRequest] = {}
         self._stores: dict[Ticket, list[int]] = {}
-        """Device blocks that are being copied."""
+        """Device blocks of each store in flight."""
 
     @property
     def has_work(self) -> bool:
         return bool(self._waiting or self._admitted)
 
     def submit(self, request: ServedRequest) -> None:
-        """Take a request. It is served after those that came before."""
+        """Queue a request. Requests are admitted in the order of their arrival."""
         if request.most_tokens > self.most_tokens:
             raise InputError(
                 f"request {request.id} may grow to {request.most_tokens} tokens; the model and "
@@ -210,7 +210,7 @@ class Engine(Closing):
         for (request, span), token in zip(work, tokens, strict=True):
             request.num_computed += len(span.tokens)
             if request.num_computed < len(request.tokens):
-                continue  # a chunk of a longer prompt has no sample
+                continue  # a chunk before the prompt's end has no next token
             request.tokens.append(token)
             request.first_token_at = request.first_token_at or time.perf_counter()
             if len(request.tokens) == request.most_tokens:
@@ -226,7 +226,7 @@ class Engine(Closing):
             self._poll(self.ferry, IDLE_SECONDS)
 
     def keys(self, tokens: Sequence[int]) -> Keys:
-        """One key per full block of these tokens."""
+        """Return one key per full block of these tokens."""
         return chain(self.namespace, tokens)
 
     def close(self) -> None:
@@ -235,8 +235,8 @@ class Engine(Closing):
             self.ferry.close()
 
     def _admit(self, request: ServedRequest) -> bool:
-        """Give a request its blocks. Returns False if there is no room for it yet."""
-        # The last token is always computed: its logits are the next token.
+        """Give a request its blocks. Returns False if too few are free yet."""
+        # The last token is always computed, because its logits give the next token.
         keys = self.keys(request.prompt[:-1])
         cached = self.pool.acquire(keys)
         num_new = -(-request.most_tokens // BLOCK_TOKENS) - len(cached)
@@ -250,7 +250,7 @@ class Engine(Closing):
         return True
 
     def _load(self, ferry: Ferry) -> None:
-        """Begin to load the hits that no lower tier has to bring up any more."""
+        """Start the loads of hits that wait for no promotion any more."""
         for request in self._admitted:
             if request.hit is None or request in self._loads.values():
                 continue
@@ -262,7 +262,7 @@ class Engine(Closing):
                 request.hit = None
 
     def _poll(self, ferry: Ferry, seconds: float) -> None:
-        """Learn which copies ended. What a failed load did not bring is computed."""
+        """Handle the copies that ended. Blocks of a failed load are computed instead."""
         for done in ferry.poll(seconds):
             if done in self._stores:
                 self.pool.release(self._stores.pop(done))

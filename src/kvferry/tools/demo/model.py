@@ -21,7 +21,7 @@ Ints = npt.NDArray[np.int64]
 BLOCK_TOKENS = 16
 _LARGEST = 127
 _SPREAD = np.float32(32)
-"""The usual size of a value."""
+"""The usual magnitude of an activation."""
 
 _MOST_WEIGHT = np.float32(16)
 """The attention weight of the best key. 4096 keys of this weight are summed exactly."""
@@ -29,7 +29,7 @@ _MOST_WEIGHT = np.float32(16)
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Everything that fixes the model: its sizes and the seed of its weights."""
+    """The model's sizes and the seed of its weights, which determine the model."""
 
     vocab: int = 1024
     width: int = 256
@@ -55,7 +55,7 @@ class ModelShape:
 class Span:
     """Tokens of one request to compute now: positions ``start`` to ``start + len(tokens)``.
 
-    ``table`` is the request's block table. It covers all these positions and those before.
+    ``table`` is the request's block table. It covers all positions up to the last of these.
     """
 
     tokens: Ints
@@ -144,7 +144,7 @@ class Decoder:
 
 
 def paged_attention(query: Floats, span: Span, cache: Floats) -> Floats:
-    """Causal attention of a span over its block table; rows of heads * head_dim.
+    """Compute a span's causal attention over its block table. Returns rows of heads * head_dim.
 
     A key's weight falls linearly with its distance from the best key, down to zero.
     """
@@ -152,7 +152,7 @@ def paged_attention(query: Floats, span: Span, cache: Floats) -> Floats:
     num_rows, num_heads, _ = query.shape
     end = span.start + num_rows
     blocks = cache[span.table[: -(-end // BLOCK_TOKENS)]].swapaxes(0, 1)
-    # Exactly these tokens: behind them lie old bytes of other requests.
+    # Cut at ``end``: the last block may hold old bytes of other requests behind it.
     key, value = blocks.reshape(2, -1, kv_heads, head_dim)[:, :end]
 
     by_head = query.reshape(num_rows, kv_heads, -1, head_dim).transpose(1, 2, 0, 3)

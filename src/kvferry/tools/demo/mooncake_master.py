@@ -1,4 +1,4 @@
-"""A Mooncake store on this machine: its master, as a process that ends when we do."""
+"""A Mooncake master on this machine, in a child process that ends with its parent."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from kvferry.errors import InputError, TransferError, install
 _START_SECONDS = 20.0
 _END_SECONDS = 5.0
 _CLIENT_SECONDS = 2
-"""The master drops a server, and its memory, after so much silence."""
+"""Seconds of silence after which the master drops a server and its memory."""
 
-# The wheel's program replaces this process. It dies with its parent, however that ends.
+# The wheel's program replaces this process. The kernel kills it when its parent ends in any way.
 _RUN = f"""
 import ctypes, sys
 ctypes.CDLL(None).prctl(1, {int(signal.SIGKILL)})
@@ -46,7 +46,7 @@ def require_mooncake() -> None:
 
 
 class MooncakeMaster(Closing):
-    """Owns the process. It listens on the loopback only and persists nothing."""
+    """Owns the master's process. The master listens on loopback only and persists nothing."""
 
     def __init__(self) -> None:
         port, metrics_port = _free_ports(2)
@@ -61,7 +61,7 @@ class MooncakeMaster(Closing):
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             env=_environment(),
-            start_new_session=True,  # Ctrl-C reaches the demo; its servers still sign off
+            start_new_session=True,  # Ctrl-C must reach the demo only: its servers still sign off
         )
         self.pid = self._process.pid
         try:

@@ -33,7 +33,7 @@ from kvferry.tools.demo.workload import Chat, Dialogue
 from kvferry.tools.words import counted, show_bytes, show_seconds, show_share
 
 _CONVERSATIONS, _TURNS = 8, 4
-"""Enough to see the effect of a restart or a fleet in a few seconds."""
+"""Size of the chats of a restart and a fleet. It shows their effect in a few seconds."""
 
 _SEGMENT_UNIT = 16 * MiB
 
@@ -63,19 +63,19 @@ class Scenario:
 
     @property
     def short_chat(self) -> Chat:
-        """A part of the chat."""
+        """The chat with fewer conversations and turns, for a restart or a fleet."""
         conversations = min(_CONVERSATIONS, self.chat.num_conversations)
         turns = max(2, min(_TURNS, self.chat.num_turns))
         return replace(self.chat, num_conversations=conversations, num_turns=turns)
 
     def server(self, **settings: Any) -> ServerSetup:
         """The setup of a server process with kvferry."""
-        # This small model computes faster than a real one, so loads are not left to measurements.
+        # Always load: measured against so small and fast a model, computing would often win.
         kept = {"host": "256MiB", "load_policy": "always", **settings}
         return ServerSetup(self.shape, self.device_blocks, kept)
 
     def describe(self, chat: Chat) -> str:
-        """The setting in words."""
+        """Describe a chat, the device and the model in words."""
         return (
             f"{chat.num_conversations} conversations of {chat.num_turns} turns, {chat.num_users} "
             f"at a time. Together they need {chat.num_blocks(BLOCK_TOKENS):,} KV blocks of "
@@ -133,7 +133,7 @@ def _sooner(before: Run, after: Run) -> tuple[str, str, str]:
 
 
 def run_restart(scenario: Scenario, on_turn: OnTurn | None = None) -> Part:
-    """Serve, stop, and serve again. The disk is a temporary directory.
+    """Serve, stop, and serve again, with a disk in a temporary directory and without.
 
     Raises:
         TransferError: A server could not serve.
@@ -170,13 +170,13 @@ def run_restart(scenario: Scenario, on_turn: OnTurn | None = None) -> Part:
 def run_fleet(
     scenario: Scenario, num_servers: int, *, kill: bool = False, on_turn: OnTurn | None = None
 ) -> Part:
-    """Serve with a shared store, which starts and ends here, then without.
+    """Serve with a shared store, which lives during this call, then without.
 
     With ``kill``, one server is killed at half of the turns of each run.
     """
     chat = scenario.short_chat
     total = chat.num_blocks(BLOCK_TOKENS) * scenario.shape.block_bytes
-    # Room for everything twice: objects lie on random segments, and one segment may be lost.
+    # Twice the working set: objects lie on random segments, and a killed server loses its segment.
     segment = max(4, -(-2 * total // (num_servers * _SEGMENT_UNIT))) * _SEGMENT_UNIT
 
     def run(title: str, setup: ServerSetup) -> Run:
@@ -192,9 +192,9 @@ def run_fleet(
 
 
 def fleet_part(num_servers: int, shared: Run, alone: Run) -> Part:
-    """The two runs beside each other, with the saving in words."""
+    """Compare the runs with and without the store, and put the saving in words."""
     cards, note = [(HITS[1](shared), "hit rate", f"{HITS[1](alone)} without the store")], ""
-    if shared.bytes_moved["tiers->host"]:  # else any difference is chance: turns met other turns
+    if shared.bytes_moved["tiers->host"]:  # else nothing was shared, and any difference is chance
         saved = show_share(1 - shared.tokens("computed") / alone.tokens("computed"))
         change = _change(COMPUTED, alone, shared)
         cards.append((saved, "of the computation saved by sharing", change))

@@ -1,4 +1,4 @@
-"""The figures of one run of a chat, of several runs beside each other, and the report of both.
+"""The figures of one run of a chat, the comparison of several runs, and the report.
 
 The report is one HTML page that needs no other file and no network.
 """
@@ -22,7 +22,7 @@ OnTurn = Callable[[str, int, Turn], None]
 
 
 def hit_rate(turns: Sequence[Turn]) -> str:
-    """The share of prompt tokens that were not computed."""
+    """Return the share of prompt tokens that were found instead of computed."""
     prompts = sum(turn.prompt_tokens for turn in turns)
     return show_share(1 - sum(turn.computed_tokens for turn in turns) / max(1, prompts))
 
@@ -36,7 +36,7 @@ class Run:
     turns: list[Turn] = field(default_factory=list)
     seconds: float = 0.0
     bytes_moved: Counter[str] = field(default_factory=Counter)
-    """By route, as in ``host->device``."""
+    """Bytes copied, by routes such as ``host->device``."""
 
     restored_blocks: int = 0
     turns_by_server: Counter[int] = field(default_factory=Counter)
@@ -66,9 +66,9 @@ HITS: Row = ("Hit rate", lambda run: hit_rate(run.turns))
 class Part:
     """One part of the demo: the same turns in several runs. The answers of all must be equal.
 
-    ``runs`` are by their names in JSON, the most interesting first. ``where`` ends the sentence
-    about equal answers. ``cards`` have the result: each is a figure, its subject, and a detail.
-    ``rows`` are the lines of the table.
+    ``runs`` are by name, the most interesting first. ``where`` ends the sentence about equal
+    answers. ``cards`` have the result: each is a figure, its subject, and a detail. ``rows`` are
+    the lines of the table.
     """
 
     title: str
@@ -103,7 +103,7 @@ class Part:
 
     @property
     def gain(self) -> str:
-        """The result in words."""
+        """The cards and the note as sentences."""
         told = [f"{figure} {subject} ({detail})." for figure, subject, detail in self.cards]
         return " ".join([*told, self.note]).strip()
 
@@ -121,7 +121,7 @@ _SOURCES = {
 
 
 def render(title: str, setting: str, parts: Sequence[Part]) -> str:
-    """The whole page: each part with its figures, the setting last."""
+    """Return the page as HTML: the figures of each part, then the setting."""
     style = (files("kvferry.tools.demo") / "report.css").read_text()
     footer = (
         f"{setting} kvferry {installed_version()}. Times are from this one run on this machine. On "

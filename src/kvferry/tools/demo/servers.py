@@ -1,7 +1,7 @@
 """Demo servers as processes (``serving.py``), and a router that sends questions to random ones.
 
-A server receives its :class:`ServerSetup` and answers when it is ready. Then it receives questions,
-and answers each. To None it answers once its transfers have ended.
+A server receives its :class:`ServerSetup` and answers when it is ready. Then it receives questions
+and answers each. On None it finishes its transfers and answers with its figures.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _SERVER = "kvferry.tools.demo.serving"
 _SILENCE_SECONDS = 60.0
 _END_SECONDS = 15.0
 _ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
-"""Leaves the other cores to the copies."""
+"""Limits numpy to one thread, to leave the other cores to the copies."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class ServerSetup:
 
 @dataclass(frozen=True)
 class ServerAnswer:
-    """A turn if there is one, and the figures of the server so far."""
+    """A finished turn, if any, and the server's figures so far."""
 
     turn: Turn | None = None
     restored_blocks: int = 0
@@ -50,7 +50,7 @@ class ServerAnswer:
 
 
 class ServerProcesses(Closing):
-    """Owns the processes and a connection to each. A server ends when its connection does."""
+    """Owns the processes and a connection to each. Closing its connection ends a server."""
 
     def __init__(self, setup: ServerSetup, count: int) -> None:
         self.alive: list[int] = []
@@ -68,20 +68,20 @@ class ServerProcesses(Closing):
                             pass_fds=[theirs.fileno()],
                             stdin=subprocess.DEVNULL,
                             env=os.environ | _ONE_THREAD,
-                            start_new_session=True,  # Ctrl-C is for the demo, which ends them
+                            start_new_session=True,  # Ctrl-C must reach the demo only; it ends them
                         )
                     )
                 self.alive.append(number)
-                self.say(number, setup)
+                self.send(number, setup)
             undo.pop_all()
 
-    def say(self, number: int, message: ServerSetup | TurnRequest | None) -> None:
-        """Send a message. A server that has ended does not receive it; ``hear`` reports that."""
+    def send(self, number: int, message: ServerSetup | TurnRequest | None) -> None:
+        """Send a message. A server that has ended does not receive it; ``receive`` reports that."""
         with suppress(OSError):
             self._lines[number].send(message)
 
-    def hear(self) -> tuple[int, ServerAnswer | None]:
-        """The next answer and its server. None instead of an answer: that server has ended."""
+    def receive(self) -> tuple[int, ServerAnswer | None]:
+        """Wait for the next answer. Returns the server, and None if that server has ended."""
         lines = {self._lines[number]: number for number in self.alive}
         ready = connection.wait(lines, _SILENCE_SECONDS)
         if not ready:
@@ -91,7 +91,7 @@ class ServerProcesses(Closing):
         number = lines[line]
         try:
             return number, line.recv()
-        except (EOFError, OSError):  # OSError: killed within an answer
+        except (EOFError, OSError):  # OSError: killed while sending an answer
             self.alive.remove(number)
         code = self._processes[number].wait(_END_SECONDS)
         if not self.alive or code > 0:
@@ -134,30 +134,30 @@ def run_servers(
     latest: dict[int, ServerAnswer] = {}
     with ServerProcesses(setup, num_servers) as servers:
 
-        def send(question: TurnRequest) -> int:
-            """Send a question to a living server: the same one each time the same servers live."""
+        def assign(question: TurnRequest) -> int:
+            """Send a question to a random live server: the same choice in every run."""
             place = map(int, question["id"].split("-")[1::2])
             rng = np.random.default_rng((dialogue.chat.seed, 5, *place))
             server = int(rng.choice(servers.alive))
             owners[question["id"]] = server, question
-            servers.say(server, question)
+            servers.send(server, question)
             return server
 
         for _ in range(num_servers):
-            servers.hear()
+            servers.receive()
         began, half = time.monotonic(), dialogue.num_turns // 2
         while not dialogue.is_over:
             while (question := dialogue.ask()) is not None:
-                server = send(question)
+                server = assign(question)
                 if kill and run.killed_server is None and len(run.turns) >= half:
                     run.killed_server, run.turns_before_kill = server, len(run.turns)
                     servers.kill(server)
-            server, answer = servers.hear()
+            server, answer = servers.receive()
             if answer is None:
                 lost = [question for owner, question in owners.values() if owner == server]
                 run.resent_turns += [question["id"] for question in lost]
                 for question in lost:
-                    send(question)
+                    assign(question)
             elif turn := answer.turn:
                 del owners[turn.id]
                 latest[server] = answer
@@ -168,9 +168,9 @@ def run_servers(
                     on_turn(title, dialogue.num_turns, turn)
         run.seconds = time.monotonic() - began
         for server in tuple(servers.alive):
-            servers.say(server, None)
+            servers.send(server, None)
         for _ in tuple(servers.alive):
-            server, answer = servers.hear()
+            server, answer = servers.receive()
             latest |= {server: answer} if answer else {}
     for answer in latest.values():
         run.restored_blocks += answer.restored_blocks

@@ -1,4 +1,4 @@
-"""A demo server: answers questions until the router is gone.
+"""A demo server: answers questions until the router closes its connection.
 
 ::
 
@@ -21,10 +21,10 @@ from kvferry.tools.demo.workload import Turn
 from kvferry.types import DEVICE, HOST
 
 _IDLE_SECONDS = 0.02
-"""Pause of an idle server before it looks for finished copies again."""
+"""Seconds an idle server waits for a question before it polls its copies again."""
 
 _STORE_SECONDS = 30.0
-"""Longest wait for the shared store, on a busy machine."""
+"""Most seconds to wait for the shared store. Enough on a busy machine."""
 
 
 def serve_questions(setup: ServerSetup, router: Connection) -> None:
@@ -62,7 +62,7 @@ def _wait_for_store(engine: Engine, router: Connection) -> None:
                 f"{ailment}"
             )
         if router.poll(_IDLE_SECONDS):
-            router.recv()  # nothing is sent before we are ready: the router has gone
+            router.recv()  # EOFError: the router sends nothing before we are ready
 
 
 def _answer(engine: Engine, turn: Turn | None = None) -> ServerAnswer:
@@ -76,7 +76,7 @@ def _answer(engine: Engine, turn: Turn | None = None) -> ServerAnswer:
 
 
 def main() -> None:
-    """Serve until the router is gone."""
+    """Serve until the router closes its connection."""
     with Connection(int(sys.argv[1])) as router, suppress(EOFError, KeyboardInterrupt, OSError):
         try:
             serve_questions(router.recv(), router)

@@ -1,4 +1,4 @@
-"""Conversations that come back: traffic that does not fit the cache of a small device."""
+"""Multi-turn conversations whose KV does not fit the cache of a small device."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class Chat:
     """Multi-turn conversations, served in rounds.
 
     Every conversation opens with its own text and then asks short questions. Lengths vary by half
-    around the given numbers. Round t has turn t of each conversation in shuffled order, so that all
-    other conversations come between two turns of one. ``num_users`` bounds the turns under way.
+    around the given numbers. Round t has turn t of every conversation in shuffled order, so other
+    conversations run between two turns of one. ``num_users`` bounds the turns in progress.
     """
 
     num_conversations: int = 14
@@ -40,11 +40,11 @@ class Chat:
         ]
 
     def num_blocks(self, block_tokens: int) -> int:
-        """Blocks of all conversations at their longest: the working set."""
+        """Return the blocks of all conversations after their last turn: the working set."""
         return sum(-(-length // block_tokens) for length in self.lengths)
 
     def rounds(self) -> list[list[int]]:
-        """The order of the conversations in each round."""
+        """Return the order of the conversations in each round."""
         rng = np.random.default_rng((self.seed, 1))
         everyone = np.arange(self.num_conversations)
         return [rng.permutation(everyone).tolist() for _ in range(self.num_turns)]
@@ -59,7 +59,7 @@ class Chat:
         return len(self._text(self.answer_tokens, 4, conversation, turn))
 
     def _text(self, about: int, *place: int) -> list[int]:
-        """Half to one and a half times ``about`` tokens, always the same at one place."""
+        """Return 0.5 to 1.5 times ``about`` random tokens, always the same ones for a ``place``."""
         rng = np.random.default_rng((self.seed, *place))
         length = int(rng.integers(-(-about // 2), about + about // 2 + 1))
         tokens: list[int] = rng.integers(0, self.vocab, length).tolist()
@@ -68,7 +68,7 @@ class Chat:
 
 @dataclass(frozen=True)
 class Turn:
-    """One answered request: its answer, the sources of its prompt, its time to first token."""
+    """One answered request: its answer, its prompt tokens by source, its time to first token."""
 
     id: str
     answer: list[int]
@@ -83,19 +83,19 @@ class Turn:
 
 
 TurnRequest = dict[str, Any]
-"""A turn to serve, as arguments of a request."""
+"""A turn to serve, as the arguments of an engine's ``ServedRequest``."""
 
 
 class Dialogue:
     """Owns the histories of a chat and the order of its turns.
 
-    A turn is asked if a user is free and the conversation has its previous answer.
+    A turn starts once a user is free and the conversation's previous turn is answered.
     """
 
     def __init__(
         self, chat: Chat, rounds: range | None = None, histories: list[list[int]] | None = None
     ) -> None:
-        """Ask the turns of ``rounds``, or of all. ``histories`` has the text before them."""
+        """Ask the turns of ``rounds``, by default all. ``histories`` has the tokens before them."""
         numbers = range(chat.num_conversations)
         self.chat = chat
         self.histories = [
@@ -114,7 +114,7 @@ class Dialogue:
         return not self._waiting and not self._under_way
 
     def ask(self) -> TurnRequest | None:
-        """The next question, or None if it must wait for an answer."""
+        """Return the next question, or None if it must wait for an answer or there is none."""
         if not self._waiting or len(self._under_way) >= self.chat.num_users:
             return None
         number, turn = self._waiting[0]

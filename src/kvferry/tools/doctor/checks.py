@@ -1,6 +1,6 @@
 """The checks of the doctor: functions that return findings. ``examine`` runs them all.
 
-The machine is behind one interface, so that a test can replace it.
+The checks see the machine through ``Environment``, which a test can replace.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from kvferry.tiers.contract import TierSetup
 from kvferry.tiers.movers import open_tier
 from kvferry.tools.doctor.drive import (
     MOST_BYTES,
-    DriveFacts,
+    DriveSpeed,
     file_system,
-    look_at_drive,
+    measure_drive,
     nearest_directory,
 )
 from kvferry.transfer.driver import BatchForm, DeviceIdentity, Driver, Priority
@@ -38,13 +38,12 @@ _RELEASE = re.compile(r"Kernel Module\b.*?(\d+\.\d+(?:\.\d+)?)")
 _THP = "/sys/kernel/mm/transparent_hugepage/enabled"
 _LEAST_SHM = 1 * GiB
 
-
 _WAKE_BYTES = 32 * MiB
 _WAKE_COPIES = 24
 
 
 class Grade(Enum):
-    """The weight of a finding."""
+    """The severity of a finding."""
 
     OK = "ok"
     WARN = "warn"  # it works, but slower or with less than it could
@@ -75,7 +74,7 @@ def fail(name: str, words: str, remedy: str) -> Finding:
 
 @dataclass(frozen=True)
 class Gpu:
-    """One card. ``speed`` (GT/s) and ``width`` are the link's under load, 0 if a guest hides it."""
+    """One GPU. ``speed`` (GT/s) and ``width`` are its link's under load, 0 if a guest hides it."""
 
     identity: DeviceIdentity
     batch_form: BatchForm
@@ -85,7 +84,7 @@ class Gpu:
     max_width: float = 0
 
 
-def look_at_gpu(device: int) -> Gpu:
+def inspect_gpu(device: int) -> Gpu:
     """Open the driver, wake the link with a few copies, and read its speed."""
     driver = Driver.open(device)
     try:
@@ -95,20 +94,20 @@ def look_at_gpu(device: int) -> Gpu:
         folder = f"/sys/bus/pci/devices/{domain[-4:]}:{rest}"
         names = ("current_link_speed", "current_link_width", "max_link_speed", "max_link_width")
         with driver.current():
-            link = _copying(driver, lambda: [_read_number(f"{folder}/{name}") for name in names])
+            link = _under_load(driver, lambda: [_read_number(f"{folder}/{name}") for name in names])
         return Gpu(identity, driver.batch_form, *link)
     finally:
         driver.close()
 
 
-def _copying(driver: Driver, look: Callable[[], list[float]]) -> list[float]:
-    """Read the link while copies run, because an idle card lowers it."""
+def _under_load(driver: Driver, look: Callable[[], list[float]]) -> list[float]:
+    """Call ``look`` while copies run, because an idle GPU lowers the speed of its link."""
     stream = driver.create_stream(Priority.LOW)
     host = driver.alloc_host(_WAKE_BYTES)
     device = driver.alloc_device(_WAKE_BYTES)
     try:
         driver.copy_async(device, host, _WAKE_BYTES, stream)
-        driver.synchronize_stream(stream)  # long enough for the link to rise
+        driver.synchronize_stream(stream)  # long enough for the link to reach full speed
         for _ in range(_WAKE_COPIES):
             driver.copy_async(device, host, _WAKE_BYTES, stream)
         return look()
@@ -126,7 +125,7 @@ def package_version(name: str) -> str | None:
         return None
 
 
-def room_of(path: str) -> tuple[int, int] | None:
+def disk_usage(path: str) -> tuple[int, int] | None:
     try:
         usage = shutil.disk_usage(path)
     except OSError:
@@ -135,35 +134,35 @@ def room_of(path: str) -> tuple[int, int] | None:
 
 
 def _read_number(path: str) -> float:
-    """The number that a file begins with, as in "32.0 GT/s PCIe"; 0 if it is unknown."""
+    """Return the number at a file's start, as in "32.0 GT/s PCIe", or 0 if it is unknown."""
     found = re.match(r"[\d.]+", read_text(path) or "")
     return float(found[0]) if found and found[0] != "255" else 0.0
 
 
 @dataclass(frozen=True)
 class Environment:
-    """Functions that examine the machine anew at each call.
+    """Functions that examine the machine. Each call looks again.
 
-    ``gpu`` raises OSError or DriverError without a card. ``cards`` has the device files of GPUs.
-    ``package`` returns a package's version, ``plugins`` the names under an entry point, ``room``
-    the total and free bytes of a file system. ``drive`` measures the drive of a directory.
+    ``gpu`` raises OSError or DriverError without a GPU. ``cards`` returns the device files of GPUs.
+    ``package`` returns a package's version, ``plugins`` the names under an entry point. ``room``
+    returns the total and free bytes of a file system. ``drive`` measures a directory's drive.
     """
 
     machine: Machine = field(default_factory=Machine)
-    gpu: Callable[[], Gpu] = lambda: look_at_gpu(0)
+    gpu: Callable[[], Gpu] = lambda: inspect_gpu(0)
     cards: Callable[[], list[str]] = lambda: sorted(glob("/dev/nvidia[0-9]*"))
     package: Callable[[str], str | None] = package_version
     plugins: Callable[[str], tuple[str, ...]] = lambda group: tuple(
         sorted({entry.name for entry in metadata.entry_points(group=group)})
     )
-    room: Callable[[str], tuple[int, int] | None] = room_of
-    drive: Callable[[str], DriveFacts] = look_at_drive
+    room: Callable[[str], tuple[int, int] | None] = disk_usage
+    drive: Callable[[str], DriveSpeed] = measure_drive
     processors: Callable[[], frozenset[int]] = lambda: frozenset(os.sched_getaffinity(0))
     config: Callable[[Mapping[str, str]], Config] = lambda env: Config.load(env=env)
 
 
 def examine(env: Environment) -> list[Finding]:
-    """Run all checks. A check that breaks is a finding, not the end."""
+    """Run all checks. An exception in a check becomes a finding."""
     settings, config = check_settings(env)
     findings = [settings]
     checks: tuple[tuple[str, Callable[[], Iterable[Finding]]], ...] = (
@@ -195,7 +194,7 @@ def check_settings(env: Environment) -> tuple[Finding, Config]:
 
 
 def check_vllm(env: Environment, config: Config) -> Iterator[Finding]:
-    """Whether vLLM would load the connector, and whether the connector knows this vLLM."""
+    """Check that vLLM would load the connector, and that the connector supports this version."""
     version = env.package("vllm")
     if version is None:
         yield ok("vllm", "not installed; the library works without it")
@@ -229,7 +228,7 @@ def _connector(env: Environment) -> Finding:
 
 
 def _hash_seed(env: Environment, version: str, config: Config) -> Finding:
-    """vLLM takes any text as seed, and without one makes its own: see its ``NONE_HASH``."""
+    """Check PYTHONHASHSEED. vLLM takes any text, and without one may draw its own ``NONE_HASH``."""
     seed = env.machine.env.get("PYTHONHASHSEED")
     if seed is not None:
         return ok("hash seed", f"PYTHONHASHSEED={seed}")
@@ -248,7 +247,7 @@ def check_gpu(env: Environment) -> Iterator[Finding]:
     try:
         gpu = env.gpu()
     except (OSError, DriverError) as error:
-        yield _without(env, str(error))
+        yield _no_gpu(env, str(error))
         return
     yield ok("gpu", gpu.identity.name)
     release = _RELEASE.search(env.machine.read("/proc/driver/nvidia/version") or "")
@@ -268,7 +267,7 @@ def check_gpu(env: Environment) -> Iterator[Finding]:
     yield from _packages(env, gpu)
 
 
-def _without(env: Environment, error: str) -> Finding:
+def _no_gpu(env: Environment, error: str) -> Finding:
     cards = env.cards()
     if cards:
         return fail(
@@ -390,13 +389,13 @@ _UNFIT = {
     ),
     **dict.fromkeys(_FAR, (_OTHER, "name a directory on a local drive")),
 }
-"""File systems that are unfit: why, and the remedy."""
+"""For each unfit type of file system, why it is unfit, and the remedy."""
 
 _SLOW = 500 * MiB
-"""Bytes per second. Computing is often faster than a slower drive."""
+"""Bytes per second. Computing a block is often faster than reading it from a slower drive."""
 
 _BLOCK_BYTES = 4096
-"""A small block. Only the engine knows its own size."""
+"""Block size to open a tier with. The real size is known only to an engine."""
 
 _CLOSE_SECONDS = 1.0
 
@@ -450,7 +449,7 @@ def _space(name: str, config: Config, room: tuple[int, int] | None) -> Finding:
     return ok(name, f"{words}; up to {rounded_size(share)} will be used")
 
 
-def _speed(name: str, here: str, facts: DriveFacts) -> Finding:
+def _speed(name: str, here: str, facts: DriveSpeed) -> Finding:
     if facts.error or facts.read_rate is None or facts.write_rate is None:
         return fail(
             name,
@@ -496,7 +495,7 @@ def _check(spec: TierSpec, config: Config) -> Finding:
         spec.name,
         _BLOCK_BYTES,
         options=spec.options,
-        shared_namespace=bytes(32),  # no server uses it
+        shared_namespace=bytes(32),  # of no server
         config=config,
     )
     setting = REMOTE if spec.kind == REMOTE else "tiers"

@@ -21,15 +21,15 @@ from pathlib import Path
 MiB = 1 << 20
 MOST_BYTES = 256 * MiB
 MOST_SECONDS = 0.75
-"""For each of writing and reading."""
+"""Most seconds of writing, and again of reading."""
 
-HANGS_AFTER = 15.0
+HANG_SECONDS = 15.0
 _PIECE = 8 * MiB
 _THREADS = 4
 
 
 @dataclass(frozen=True)
-class DriveFacts:
+class DriveSpeed:
     """Rates in bytes per second, None if they were not measured."""
 
     error: str = ""
@@ -38,20 +38,20 @@ class DriveFacts:
     write_rate: float | None = None
 
 
-def look_at_drive(directory: str) -> DriveFacts:
-    """Measure in a child process, with a deadline."""
+def measure_drive(directory: str) -> DriveSpeed:
+    """Measure a directory's drive in a child process, with a deadline."""
     from kvferry.tiers.ipc.process import run_module  # not needed in the child
 
     try:
-        return DriveFacts(**json.loads(run_module(__name__, directory.encode(), HANGS_AFTER)))
+        return DriveSpeed(**json.loads(run_module(__name__, directory.encode(), HANG_SECONDS)))
     except TimeoutError:
-        return DriveFacts(error=f"it has not answered for {HANGS_AFTER:.0f} seconds")
+        return DriveSpeed(error=f"it has not answered for {HANG_SECONDS:.0f} seconds")
     except (OSError, ValueError, TypeError) as error:
-        return DriveFacts(error=f"it could not be measured: {error}")
+        return DriveSpeed(error=f"it could not be measured: {error}")
 
 
 def nearest_directory(path: str) -> str:
-    """The path, or its nearest parent that exists."""
+    """Return the path if it is a directory, else its nearest parent that is one."""
     found = Path(path)
     while not found.is_dir() and found != found.parent:
         found = found.parent
@@ -59,7 +59,7 @@ def nearest_directory(path: str) -> str:
 
 
 def file_system(path: str, mounts: str) -> str:
-    """The file system of a path, from the text of ``/proc/self/mountinfo``."""
+    """Return the type of a path's file system, from the text of ``/proc/self/mountinfo``."""
     best, kind = "", ""
     for line in mounts.splitlines():
         left, _, right = line.partition(" - ")
@@ -73,8 +73,8 @@ def file_system(path: str, mounts: str) -> str:
     return kind
 
 
-def measure(directory: str) -> DriveFacts:
-    """Write, then read the same bytes, past the page cache if the file system can."""
+def measure(directory: str) -> DriveSpeed:
+    """Write, then read the same bytes, with direct I/O if the file system supports it."""
     is_direct = False
     try:
         with tempfile.TemporaryFile(dir=directory, buffering=0) as file:
@@ -95,9 +95,9 @@ def measure(directory: str) -> DriveFacts:
             write_rate = size / (time.perf_counter() - began)
             if not is_direct:
                 os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-            return DriveFacts("", is_direct, _read_rate(fd, size), write_rate)
+            return DriveSpeed("", is_direct, _read_rate(fd, size), write_rate)
     except OSError as error:
-        return DriveFacts(error=error.strerror or str(error), is_direct=is_direct)
+        return DriveSpeed(error=error.strerror or str(error), is_direct=is_direct)
 
 
 def _read_rate(fd: int, size: int) -> float:

@@ -1,7 +1,7 @@
 """The live page: cards, notes and tables of a view, drawn by a browser.
 
-The page is read-only and offline: some files of this package and one JSON document. It draws text
-as text, and a content security policy lets it talk to its server alone.
+The page is read-only and offline: some files of this package and one JSON document. It shows all
+text as text, never as markup. A content security policy lets it connect to its own server only.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from importlib.resources import files
 from kvferry.core.lifecycle import Closing
 from kvferry.errors import UnreachableError
 from kvferry.telemetry.http import LOOPBACK, HttpServer, Reply
-from kvferry.tools.top.view import Shown, Watch
+from kvferry.tools.top.view import FormattedView, Watch
 
 _FILES = {
     (): ("index.html", "text/html; charset=utf-8"),
@@ -26,9 +26,9 @@ _FILES = {
 
 
 class PageServer(Closing):
-    """Serves a watch to any number of browsers. Owns its HTTP server.
+    """Serves the view of a ``Watch`` to any number of browsers. Owns its HTTP server.
 
-    It reads the endpoint when a browser asks, at most once an interval.
+    It reads the endpoint when a browser asks, at most once per interval.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class PageServer(Closing):
         return self._pages.get(path)
 
     def _look(self) -> dict[str, object]:
-        """The latest view. If it is old, one request reads the endpoint and no other waits."""
+        """Return the latest view. If it is old, one thread renews it and the others do not wait."""
         if not self._looking.acquire(blocking=False):
             return self._latest  # an endpoint may take seconds to fail
         try:
@@ -75,7 +75,7 @@ class PageServer(Closing):
                 "interval": self._interval,
                 "error": "",
                 "view": asdict(view),
-                "shown": asdict(Shown.of(view)),
+                "shown": asdict(FormattedView.of(view)),
             }
         except UnreachableError as error:
             self._latest = {**self._latest, "error": str(error)}

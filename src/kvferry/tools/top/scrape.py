@@ -36,13 +36,13 @@ from kvferry.tools.words import clip
 
 DEFAULT_URL = f"http://127.0.0.1:{DEFAULT_PORT}"
 OWN_PORTS = range(DEFAULT_PORT, DEFAULT_PORT + 8)
-"""Ports of kvferry's own endpoint: the next one is used if one is taken."""
+"""Ports of kvferry's own endpoint. A server takes the first that is free."""
 VLLM_PORT = 8000
 
 DEADLINE_SECONDS = 5.0
 FIND_SECONDS = 2.0
 POST_SECONDS = 15.0
-"""An order waits for the engine's next step. The endpoint answers before this time is over."""
+"""A control request waits for the engine's next step. The endpoint answers sooner than this."""
 
 MOST_BYTES = 32 << 20
 MOST_ROWS = 1024
@@ -81,10 +81,10 @@ def _finite(text: str) -> float:
 
 
 def read_recent(answer: Mapping[str, Any]) -> list[list[str]]:
-    """The latest requests as rows: name, tokens, tokens found by tier, miss reason.
+    """Return the latest requests as rows: name, tokens, tokens found by tier, miss reason.
 
     Raises:
-        ValueError: The answer is no list of requests.
+        ValueError: The answer is not a list of requests.
     """
     with reading():
         return [
@@ -108,7 +108,7 @@ def shown(count: int | None) -> str:
 
 @contextmanager
 def reading() -> Iterator[None]:
-    """Raise ValueError where an answer has not the members or types that it should have."""
+    """Raise ValueError if the body finds a member of an answer missing or of the wrong type."""
     try:
         yield
     except (KeyError, TypeError, AttributeError, OverflowError) as error:
@@ -116,7 +116,7 @@ def reading() -> Iterator[None]:
 
 
 class AnswerError(UnreachableError):
-    """The endpoint refused. ``is_ours`` says that the endpoint is one of kvferry's."""
+    """The endpoint answered with an error. ``is_ours`` says that the endpoint is kvferry's own."""
 
     def __init__(self, url: str, code: int, detail: str) -> None:
         try:
@@ -127,12 +127,12 @@ class AnswerError(UnreachableError):
         super().__init__(f"{url} answered {code}: {clip(words)}")
 
 
-class UnexplainedError(UnreachableError):
-    """The endpoint does not explain requests, as vLLM's own."""
+class NoExplanationsError(UnreachableError):
+    """The endpoint does not explain requests, for example because it is vLLM's."""
 
 
 def base_url(url: str) -> str:
-    """An endpoint's address without ``/metrics``. ``host:port`` alone is enough."""
+    """Return an endpoint's address without ``/metrics``. ``host:port`` alone is enough."""
     full = url if "://" in url else f"http://{url}"
     try:
         parts = urlsplit(full)
@@ -145,16 +145,16 @@ def base_url(url: str) -> str:
 
 
 def fetch(url: str, seconds: float | None = None) -> bytes:
-    """The body behind an http address. Uses no proxy and follows no redirect.
+    """Return the body at an HTTP address. Uses no proxy and follows no redirect.
 
     Raises:
-        UnreachableError: There is no answer, or a refusal. The message has a remedy.
+        UnreachableError: There is no answer, or an error. The message has a remedy.
     """
     return _exchange(url, "GET", seconds or DEADLINE_SECONDS)
 
 
 def post(url: str, data: object, token: str) -> bytes:
-    """Send an order with its token and return the answer."""
+    """Send a control request with its token and return the answer."""
     headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
     return _exchange(url, "POST", POST_SECONDS, json.dumps(data).encode(), headers)
 
@@ -166,7 +166,7 @@ def _exchange(
     body: bytes | None = None,
     headers: Mapping[str, str] | None = None,
 ) -> bytes:
-    """Send a request. The time is for the whole answer: a socket's own is for each read."""
+    """Send a request. ``seconds`` bounds the whole answer; a socket's timeout bounds each read."""
     parts, end, is_late = urlsplit(url), time.monotonic() + seconds, threading.Event()
     kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
     line = kind(parts.hostname or "", parts.port, timeout=seconds)
@@ -229,7 +229,7 @@ def samples(text: str) -> Iterator[Sample]:
     try:
         for family in text_string_to_metric_families("\n".join([*ours, ""])):
             yield from family.samples
-    except Exception as error:  # for some texts the parser has errors of other kinds
+    except Exception as error:  # the parser raises many kinds of errors
         raise ValueError(str(error)) from error
 
 
@@ -237,8 +237,8 @@ def samples(text: str) -> Iterator[Sample]:
 class Reading:
     """The metrics of an endpoint at one moment, by metric and by that metric's labels.
 
-    Values that differ only in other labels, such as vLLM's engine, are summed. Of sizes and rates
-    the largest value counts. vLLM names the metrics before the first request gives them values.
+    Values that differ only in other labels, such as vLLM's engine, are summed. Of sizes and rates,
+    the largest value is taken. vLLM's endpoint names the metrics before they have values.
     """
 
     at: float
@@ -249,17 +249,17 @@ class Reading:
         return self.values.get(metric.name, {})
 
     def get(self, metric: Metric, *labels: str) -> float | None:
-        """The value of one series, or None if there is none."""
+        """Return the value of one series, or None if there is none."""
         return self.by_label(metric).get(labels)
 
     def total(self, metric: Metric, *labels: str) -> float:
-        """The sum of the series whose labels begin with ``labels``."""
+        """Return the sum of the series whose labels begin with ``labels``."""
         every = self.by_label(metric).items()
         return sum(value for found, value in every if found[: len(labels)] == labels)
 
 
 def read(url: str, fetch: Fetch = fetch) -> Reading:
-    """Fetch the metrics once."""
+    """Fetch and parse an endpoint's metrics. Raises UnreachableError if it has none."""
     target = f"{base_url(url)}/metrics"
     text = fetch(target).decode("utf-8", errors="replace")
     try:
@@ -276,7 +276,7 @@ def read(url: str, fetch: Fetch = fetch) -> Reading:
 
 
 def parse(text: str, *, at: float) -> Reading:
-    """The metrics in an endpoint's text. Raises ValueError for any other text."""
+    """Return the metrics in an endpoint's text. Raises ValueError for any other text."""
     values: dict[str, dict[Labels, float]] = {}
     version = ""
     for line in samples(text):
@@ -296,10 +296,10 @@ def parse(text: str, *, at: float) -> Reading:
 
 
 def find_endpoints() -> list[str]:
-    """The usual addresses on this machine that have kvferry's metrics, kvferry's own first.
+    """Return the usual addresses on this machine that have kvferry's metrics, kvferry's own first.
 
     Raises:
-        UnreachableError: None has. The message names what was tried and found.
+        UnreachableError: No address has them. The message names the ports and their answers.
     """
     urls = [f"http://127.0.0.1:{port}" for port in (*OWN_PORTS, VLLM_PORT)]
 
@@ -323,7 +323,7 @@ def find_endpoints() -> list[str]:
 
 
 def explain(url: str, request_id: str | None = None, fetch: Fetch = fetch) -> dict[str, Any]:
-    """The explanation of one request, or the latest requests, as unchecked JSON."""
+    """Return the explanation of one request, or the latest requests, as unchecked JSON."""
     target = f"{base_url(url)}/explain"
     if request_id is not None:
         target += f"/{quote(request_id, safe='', errors='replace')}"
@@ -331,15 +331,15 @@ def explain(url: str, request_id: str | None = None, fetch: Fetch = fetch) -> di
         return read_json(fetch(target))
     except AnswerError as error:
         if error.code == HTTPStatus.NOT_FOUND and not error.is_ours:
-            raise UnexplainedError(
+            raise NoExplanationsError(
                 f"{target} does not exist: only kvferry's own endpoint explains requests. vLLM's "
                 "log has its address, unless metrics_port is none or kvferry is idle"
             ) from error
         raise
     except ValueError as error:
-        raise not_explained(target, error) from error
+        raise malformed_explanation(target, error) from error
 
 
-def not_explained(target: str, error: ValueError) -> UnreachableError:
-    """The error for an answer that is not an explanation."""
+def malformed_explanation(target: str, error: ValueError) -> UnreachableError:
+    """Return the error for an answer that is not an explanation."""
     return UnreachableError(f"{target} answered, but with no explanation: {clip(error)}")

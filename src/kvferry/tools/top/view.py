@@ -1,6 +1,6 @@
 """The view of a running kvferry: its figures, and rates between two readings.
 
-In words it is ``Shown``: cards, notes and tables, the same on a terminal and on the live page.
+``FormattedView`` is the view as text: cards, notes and tables, for the terminal and the live page.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import Any
 from kvferry.errors import UnreachableError
 from kvferry.telemetry import catalog as names
 from kvferry.telemetry.catalog import Metric
-from kvferry.tools.top.scrape import Reading, UnexplainedError, explain, read, read_recent
+from kvferry.tools.top.scrape import NoExplanationsError, Reading, explain, read, read_recent
 from kvferry.tools.words import clip, counted, show_bytes, show_share
 from kvferry.types import DEVICE
 
 MOST_TIERS = MOST_ROUTES = 16
-"""More than a kvferry has. A hostile endpoint may report more."""
+"""Most tiers and routes shown. kvferry has fewer, but a hostile endpoint may report more."""
 
 _MOST_RECENT = 20
 _MOST_WHY = 300
@@ -45,9 +45,9 @@ PROBLEMS = {
 class TierView:
     """One tier: its slots by state, and their bytes if the size of a slot is known.
 
-    A tier that finds blocks by their keys has no slots, but blocks ``asked`` for and ``found``. A
-    tier that ``is_away`` is unavailable. ``restored`` blocks are of an earlier process. ``held``
-    slots are pinned. ``pending`` blocks are not durable yet, ``failed`` ones are by reason.
+    A tier that finds blocks by key has no slots: it has the blocks looked up (``asked``) and
+    ``found``. ``is_away``: the tier is unavailable. ``restored`` blocks were found at start.
+    ``held`` slots are pinned. ``pending`` blocks are not durable yet. ``failed`` is by reason.
     """
 
     name: str
@@ -77,7 +77,7 @@ class TierView:
 
 @dataclass(frozen=True)
 class TenantView:
-    """One tenant. ``loaded_share`` is of the tokens that its requests lacked on the device."""
+    """One tenant. ``loaded_share`` is the loaded share of the tokens not found on the device."""
 
     name: str
     slots: dict[str, int]
@@ -103,7 +103,7 @@ class View:
     """The content of one screen. Rates are over the time since the previous reading.
 
     A hit rate is the share of prompt tokens that were found on any tier, the device included.
-    ``tokens`` has the prompt tokens by the tier that had them, and those that were ``computed``.
+    ``tokens`` has the prompt tokens by the tier where they were found, and the ``computed`` ones.
     """
 
     url: str
@@ -158,16 +158,16 @@ class Watch:
         return self._view(_Span(before, now), *self._explained())
 
     def _explained(self) -> tuple[list[list[str]], dict[str, Any]]:
-        """The latest requests, and why tiers are away. vLLM's own endpoint is asked once only."""
+        """Return the latest requests, and why tiers are unavailable. Asks vLLM's endpoint once."""
         try:
             if self._explain is not None:
                 answer = self._explain(self.url)
                 away = answer.get("tiers_away")
                 return read_recent(answer)[:_MOST_RECENT], away if isinstance(away, dict) else {}
-        except UnexplainedError:
+        except NoExplanationsError:
             self._explain = None
         except (UnreachableError, ValueError):
-            pass  # the figures are good without them
+            pass  # the metrics are shown without them
         return [], {}
 
     def _view(self, span: _Span, recent: list[list[str]], away: dict[str, Any]) -> View:
@@ -219,7 +219,7 @@ class _Span:
 
 
 def _idle(now: Reading) -> str:
-    """Why nothing is served, or an empty text."""
+    """Return why kvferry is idle, or an empty text if it is not."""
     found = now.by_label(names.IDLE).items()
     reasons = [_IDLE.get(reason, reason) for (reason,), is_on in found if is_on]
     told = [why for (why,) in now.by_label(names.IDLE_INFO)]
@@ -235,14 +235,14 @@ def _share(part: float | None, whole: float | None) -> float | None:
 
 
 def _hit_rate(count: Callable[..., float]) -> float | None:
-    """The share of prompt tokens found, from what ``count`` gives for a metric."""
+    """Return the share of prompt tokens found. ``count`` returns a metric's total or its growth."""
     on_device = count(names.TIER_HIT_TOKENS, DEVICE)
     prompts = on_device + count(names.LOOKUP_TOKENS)
     return _share(on_device + count(names.HIT_TOKENS), prompts)
 
 
 def _tokens(now: Reading) -> dict[str, int]:
-    """Prompt tokens by the tier that had them, and the rest as computed."""
+    """Return prompt tokens by the tier where they were found, and the rest as computed."""
     found = {tier: int(n) for (tier,), n in now.by_label(names.TIER_HIT_TOKENS).items()}
     if not found:
         return {}
@@ -252,7 +252,7 @@ def _tokens(now: Reading) -> dict[str, int]:
 
 
 def _counts(reading: Reading, metric: Metric) -> dict[str, int]:
-    """Counts by the only label of a metric, the largest first, without zeros."""
+    """Return a metric's counts by its only label, largest first, without zeros."""
     found = {labels[0]: int(value) for labels, value in reading.by_label(metric).items() if value}
     return dict(sorted(found.items(), key=lambda item: -item[1]))
 
@@ -314,22 +314,22 @@ def _tier(name: str, now: Reading, why_away: str) -> TierView:
 
 @dataclass(frozen=True)
 class Bar:
-    """Shares of a whole, each of a kind. What they leave is free."""
+    """A bar of shares, each with a slot state. The rest of the bar is free."""
 
     parts: list[tuple[str, float]]
 
 
 @dataclass(frozen=True)
 class Table:
-    """Rows under their heads. The first head is the table's name."""
+    """A table with column heads. The first head is the table's name."""
 
     heads: tuple[str, ...]
     rows: list[tuple[str | Bar, ...]]
 
 
 @dataclass(frozen=True)
-class Shown:
-    """All that is shown: large figures with their subject, notes with their weight, tables."""
+class FormattedView:
+    """The view as text: cards (figure, subject), notes (text, is it a problem) and tables."""
 
     title: str
     cards: list[tuple[str, str]]
@@ -338,8 +338,8 @@ class Shown:
     recent: Table
 
     @classmethod
-    def of(cls, view: View) -> Shown:
-        """What a person should see of this view."""
+    def of(cls, view: View) -> FormattedView:
+        """Format a view as text."""
         requests = Table(("Request", "Tokens", "Found", "Miss reason"), [*map(tuple, view.recent)])
         tables = [table for table in _tables(view) if table.rows]
         return cls(
@@ -371,7 +371,7 @@ def _cards(view: View) -> Iterator[tuple[str, str]]:
 
 
 def _notes(view: View) -> Iterator[tuple[str, bool]]:
-    """Lines about the engine, unavailable tiers, drives, pins, misses and decisions."""
+    """Yield lines about the engine, unavailable tiers, drives, pins, misses and decisions."""
     if view.idle:
         yield f"idle: {clip(view.idle, _MOST_WHY)}", True
     elif not view.queries:

@@ -1,4 +1,4 @@
-"""Copy engines: the order of copies and compute, and one receipt per transfer.
+"""Copy engines: they order copies and compute, and give one receipt per transfer.
 
-Owns streams, events and the threads that queue copies; leaves how to copy to the paths.
+Owns streams, events and the threads that queue copies; leaves the copying to the copy paths.
 """

@@ -2,11 +2,11 @@
 
 A copy's life::
 
-    submit -> [taken by the thread, or by a waiting caller] -> queued -> end recorded -> over
+    submit -> [taken by the thread, or by a waiting caller] -> queued -> end recorded -> ended
                    wait for compute, start, the copy, part by part | end
 
 The ``end`` event is recorded after a failure too: part of the copy may already be queued, and a
-receipt given before that part has run would free memory the card is still writing to.
+receipt given before that part has run would free memory that the GPU still writes to.
 """
 
 from __future__ import annotations
@@ -28,30 +28,30 @@ log = logging.getLogger(__name__)
 
 @dataclass(eq=False, slots=True)
 class PendingCopy:
-    """One transfer between submit and receipt."""
+    """One transfer from submit to receipt."""
 
     transfer_id: TransferId
     job: CopyJob = field(init=False)
     path_name: str = ""
     ready: int | None = None
-    """Event recorded on the compute stream at submit; the copy comes after it."""
+    """Event recorded on the compute stream at submit; the copy waits for it."""
     start: int | None = None
     marks: list[int] = field(default_factory=list)
     end: int | None = None
     queued: bool = False
-    """Whether all of it is, as far as it will be."""
+    """Whether the copy is queued on the stream, whole or up to its failure."""
     reason: str = ""
-    """Why it failed; empty while it did not."""
+    """Why the copy failed; empty if it has not."""
     seconds: float = 0.0
-    trouble_since: float | None = None
+    failing_since: float | None = None
 
     def fail(self, error: BaseException) -> None:
-        """Keep the first fault as the reason of a failed receipt."""
+        """Make the receipt a failed one, with the first fault as its reason."""
         if not self.reason:
             self.reason = f"{type(error).__name__}: {error}"
 
     def receipt(self, rank: Rank) -> Receipt:
-        """How it ended."""
+        """Return the receipt of the ended copy."""
         return Receipt(
             self.transfer_id,
             rank,
@@ -67,7 +67,7 @@ class CopyQueue:
     """Owns one direction's copies in flight and their thread; leaves the stream to the engine."""
 
     patience = 5.0
-    """For how many seconds a driver may refuse to say whether a copy is over."""
+    """Seconds for which the driver may fail to report a copy's end; then the copy is given up."""
 
     def __init__(
         self,
@@ -86,12 +86,12 @@ class CopyQueue:
         self._timing_events = timing_events
         self._open: deque[PendingCopy] = deque()
         self._lock = lock = threading.RLock()
-        self._changed = threading.Condition(lock)  # there is something for the thread
-        self._queued = threading.Condition(lock)  # there is less to queue: the thread sleeps on
-        self._is_awaited = False  # that all is queued
+        self._changed = threading.Condition(lock)  # wakes the thread: a copy waits, or closing
+        self._queued = threading.Condition(lock)  # wakes ``flush``: fewer copies are unqueued
+        self._is_awaited = False  # whether ``flush`` waits
         self.num_unqueued = 0
-        """Transfers submitted that are not queued to their end."""
-        self._turn = threading.Lock()  # to take and queue the next copy: so they stay in order
+        """Copies submitted whose queueing has not ended."""
+        self._queue_lock = threading.Lock()  # keeps copies in order: held to queue one
         self._waiting: deque[PendingCopy] = deque()
         self._is_closing = False
         self._thread = threading.Thread(target=self._work, name=f"kvferry-{name}", daemon=True)
@@ -99,7 +99,7 @@ class CopyQueue:
 
     @property
     def num_open(self) -> int:
-        """Transfers submitted and not yet settled."""
+        """Number of transfers submitted and not yet returned by ``settle``."""
         return len(self._open)
 
     @property
@@ -107,10 +107,10 @@ class CopyQueue:
         """Whether the thread is still inside a driver call after ``close``."""
         return self._thread.is_alive()
 
-    # -- what callers do -------------------------------------------------------------------------
+    # -- calls of the engine ---------------------------------------------------------------------
 
     def submit(self, copy: PendingCopy, *, quick: bool) -> None:
-        """Queue it now if that is quick and nothing waits before it, else on the thread."""
+        """Queue a copy here if that is quick and none is before it, else on the thread."""
         with self._lock:
             here = quick and not self.num_unqueued
             self._open.append(copy)
@@ -119,11 +119,11 @@ class CopyQueue:
                 self._waiting.append(copy)
                 self._changed.notify_all()
         if here:
-            with self._turn:
+            with self._queue_lock:
                 self._queue(copy)
 
     def settle(self) -> list[PendingCopy]:
-        """Take out the copies that are over, in order; never blocks on the device."""
+        """Remove and return the copies that have ended, in order; never waits for the device."""
         over: list[PendingCopy] = []
         if self.num_unqueued:
             # A caller that polls in a tight loop would keep the interpreter from our own thread.
@@ -134,19 +134,19 @@ class CopyQueue:
         return over
 
     def has_ended(self) -> bool:
-        """Whether the first open copy is over, as far as the driver says."""
+        """Whether the oldest copy in flight has ended; False if its event cannot be queried."""
         with self._lock:
             first = self._open[0] if self._open else None
             if first is None or not first.queued or first.end is None:
                 return False
             try:
                 return self._driver.event_is_done(first.end)
-            except DriverError as error:  # settle meets it again, and deals with the rest
+            except DriverError as error:  # ``settle`` gets the error again and handles it
                 first.fail(error)
                 return False
 
     def flush(self, timeout: float) -> bool:
-        """Queue here what the thread has not taken yet; False if not all was queued in time."""
+        """Queue here the copies that the thread has not taken; False if ``timeout`` passed."""
         end = time.monotonic() + timeout
         while self._queue_next(timeout):
             pass
@@ -156,7 +156,7 @@ class CopyQueue:
             return self._queued.wait_for(lambda: not self.num_unqueued, left)
 
     def close(self, timeout: float) -> list[PendingCopy]:
-        """End the thread; returns the copies whose end is not awaited any more."""
+        """End the thread; return the copies that are still in flight."""
         with self._changed:
             self._is_closing = True
             self._changed.notify_all()
@@ -178,18 +178,18 @@ class CopyQueue:
             self._queue_next(-1)
 
     def _queue_next(self, timeout: float) -> bool:
-        """Queue the next copy to its end, if there is one and its turn comes in time."""
-        if not self._waiting or not self._turn.acquire(timeout=timeout):
+        """Queue the next waiting copy; False if none waits or the lock was not free in time."""
+        if not self._waiting or not self._queue_lock.acquire(timeout=timeout):
             return False
         try:
             if self._waiting:
                 self._queue(self._waiting[0])
             return True
         finally:
-            self._turn.release()
+            self._queue_lock.release()
 
     def _queue(self, copy: PendingCopy) -> None:
-        """Wait for compute, copy, record the end."""
+        """Queue on the stream: the wait for compute, the copy, the record of its end."""
         try:
             with self._driver.current():
                 try:
@@ -198,7 +198,7 @@ class CopyQueue:
                     copy.fail(error)
                 self._record_end(copy)
         except BaseException as error:
-            # An interrupt too: a copy cut short must not end in a good receipt.
+            # A KeyboardInterrupt too: an incomplete copy must not get a good receipt.
             copy.fail(error)
             if not isinstance(error, Exception):
                 raise
@@ -218,12 +218,12 @@ class CopyQueue:
             if job.in_parts is not None:
                 mark = self._order_events.take()
                 copy.marks.append(mark)
-                # Here the part has landed, and all before it.
+                # Once the mark is reached, this part and all parts before it have arrived.
                 driver.record_event(mark, stream)
 
     def _finish(self, copy: PendingCopy) -> None:
         with self._lock:
-            # The waits, if it came to that, have captured the record: the event is free again.
+            # Waits already queued refer to the record, so the event may be recorded again.
             if copy.ready is not None:
                 self._order_events.give(copy.ready)
                 copy.ready = None
@@ -235,7 +235,7 @@ class CopyQueue:
                 self._is_awaited = bool(self.num_unqueued)
                 self._queued.notify_all()
 
-    # -- its end ---------------------------------------------------------------------------------
+    # -- the end of a copy -----------------------------------------------------------------------
 
     def _record_end(self, copy: PendingCopy) -> int:
         if copy.end is None:
@@ -255,7 +255,7 @@ class CopyQueue:
                 if not self._driver.event_is_done(end):
                     return False
                 if copy.start is not None and not copy.reason:
-                    # A refusal is often the late news of a copy that went wrong.
+                    # An error here is often a late report that the copy failed.
                     copy.seconds = self._driver.elapsed_seconds(copy.start, end)
         except Exception as error:
             copy.fail(error)
@@ -266,11 +266,11 @@ class CopyQueue:
         return True
 
     def _give_up(self, copy: PendingCopy) -> bool:
-        """Whether the driver has refused to answer for so long that it never will."""
+        """Whether the driver has failed to report the end for ``patience`` seconds."""
         now = time.monotonic()
-        if copy.trouble_since is None:
-            copy.trouble_since = now
-        if now - copy.trouble_since < self.patience:
+        if copy.failing_since is None:
+            copy.failing_since = now
+        if now - copy.failing_since < self.patience:
             return False
         words = "%s queue: gave up on transfer %d: %s"
         log.error(words, self._name, copy.transfer_id, copy.reason)

@@ -1,4 +1,4 @@
-"""The CPU device: paged KV in ordinary memory, copied asynchronously by threads. numpy only."""
+"""The copy engine for KV tensors in ordinary memory: threads copy with numpy."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ Rows = npt.NDArray[np.uint8]
 
 
 class Event:
-    """A point in a stream's work. Set when the stream that recorded it gets there.
+    """A point in a stream's work, reached when all work queued before it is done.
 
-    Only bare locks: an interrupt inside those of ``threading.Event`` can leave one of them locked,
-    and then the stream hangs.
+    Uses bare locks: an interrupt inside ``threading.Event`` can leave its lock held, and then the
+    stream hangs.
     """
 
     __slots__ = ("_waiting", "is_reached")
@@ -40,7 +40,7 @@ class Event:
         """Block the caller until the point is reached; False if ``timeout`` passed first."""
         mine = threading.Lock()
         mine.acquire()
-        self._waiting.append(mine)  # before the look: the stream sets first, then releases
+        self._waiting.append(mine)  # before reading is_reached, which the stream sets first
         return self.is_reached or mine.acquire(timeout=-1 if timeout is None else timeout)
 
     def _set(self) -> None:
@@ -51,10 +51,10 @@ class Event:
 
 
 class Stream:
-    """A thread that does work in the order given and nothing else in between.
+    """A thread that does queued work in order, like a CUDA stream.
 
-    Work on two streams runs in any order unless an event orders it: exactly a GPU's rule. A fault
-    in a piece of work is kept and raised by the next :meth:`synchronize`.
+    Work on two streams runs in any order unless an event orders it. The next :meth:`synchronize`
+    raises the first exception of the work.
     """
 
     def __init__(self, name: str) -> None:
@@ -70,18 +70,18 @@ class Stream:
         """Queue ``work`` and return at once."""
         if self._closed:
             raise ClosedError(f"stream {self.name} is closed")
-        if self._process.is_another:
+        if self._process.is_forked_child:
             self._process.require()
         self._queue.put(work)
 
     def record(self) -> Event:
-        """Mark this point of the stream; the event is reached when all work before it is done."""
+        """Return an event that is reached when all work queued so far is done."""
         event = Event()
         self.run(event._set)
         return event
 
     def wait(self, event: Event) -> None:
-        """Do nothing queued after this until ``event`` is reached."""
+        """Make all work queued after this wait until ``event`` is reached."""
         self.run(event.synchronize)
 
     def synchronize(self) -> None:
@@ -94,14 +94,14 @@ class Stream:
     def close(self) -> None:
         """Finish the queued work and end the thread. Safe to call twice."""
         self._closed = True
-        self._queue.put(None)  # again, if an interrupt kept the first one away
+        self._queue.put(None)  # at every call, as an interrupt may have prevented the first one
         self._thread.join()
 
     def _work(self) -> None:
         while (work := self._queue.get()) is not None:
             try:
                 work()
-            except BaseException as fault:  # the stream must go on, or all waiting threads hang
+            except BaseException as fault:  # the thread must continue, or all waiting threads hang
                 self._fault = self._fault or fault
 
 
@@ -109,8 +109,8 @@ class CpuEngine:
     """A copy engine over KV tensors in ordinary memory.
 
     Owns one stream per direction; leaves the tensors, the host slots and the compute stream to
-    their owners, who must outlive it. Without a compute stream the caller computes in its own
-    thread, so what it wrote before ``submit`` is there.
+    their owners; all must outlive the engine. Without a compute stream the caller computes in its
+    own thread, so all it wrote before ``submit`` is complete.
     """
 
     def __init__(
@@ -128,9 +128,9 @@ class CpuEngine:
         self._rank = rank
         self._loads = Stream("load")
         self._stores = Stream("store")
-        self._marks: dict[TransferId, list[Event]] = {}  # one per part
+        self._marks: dict[TransferId, list[Event]] = {}  # one event per part of a load in parts
         self._done: list[Receipt] = []
-        self._signals: queue.SimpleQueue[None] = queue.SimpleQueue()  # one for each that is done
+        self._signals: queue.SimpleQueue[None] = queue.SimpleQueue()  # one item per receipt
         self._closed = False
 
     def submit(self, transfer: Transfer) -> None:
@@ -142,7 +142,7 @@ class CpuEngine:
             # write while compute queued earlier still reads its destination.
             stream.wait(self._compute.record())
         if transfer.in_parts:
-            # All that can go wrong is checked here: once begun, the load lands.
+            # Check everything here: num_landed promises that a load in parts does not fail.
             try:
                 parts = list(self._jobs.of(transfer).parts())
             except Exception as error:
@@ -163,7 +163,7 @@ class CpuEngine:
         receipts = self._done[:]
         for receipt in receipts:
             self._marks.pop(receipt.transfer_id, None)
-        # Last, in one step: an interrupt before it leaves all receipts for the next call.
+        # Last, in one step: after an interrupt before it the next call returns the receipts.
         count = len(receipts)
         del self._done[:count]
         return receipts
@@ -188,7 +188,7 @@ class CpuEngine:
             marks = self._marks.get(transfer_id)
             if marks:
                 mark = marks[min(number, len(marks) - 1)]
-                # Without a compute stream the caller computes: it is the one to wait.
+                # Without a compute stream the caller's thread computes, so it must wait.
                 self._compute.wait(mark) if self._compute is not None else mark.synchronize()
 
     def close(self) -> None:
@@ -204,9 +204,9 @@ class CpuEngine:
                 self._move(part)
                 if marks:
                     marks[number]._set()
-        except Exception as error:  # a copy thread that dies leaves its request waiting for ever
+        except Exception as error:  # without a receipt the request would wait for ever
             for mark in marks:
-                mark._set()  # or compute hangs
+                mark._set()  # or compute would hang
             self._end(transfer, error=error)
         else:
             self._end(transfer, seconds=time.perf_counter() - start)
@@ -237,7 +237,7 @@ class CpuEngine:
 
 
 def _block_views(layout: GroupLayout) -> Iterator[tuple[Rows, int]]:
-    """Each segment as an array (blocks, bytes) over the tensors' own memory, and its offset."""
+    """Yield each segment as an array (blocks, bytes) over the tensor's memory, and its offset."""
     tables = (layout.bases, layout.strides, layout.sizes, layout.offsets)
     for base, stride, size, offset in zip(*(t.tolist() for t in tables), strict=True):
         span = (layout.num_blocks - 1) * stride + size

@@ -1,4 +1,4 @@
-"""The copy engine for a GPU: which stream waits for which, and how every transfer ended.
+"""The copy engine for a GPU: orders copies and compute by events, and reports receipts.
 
 ::
 
@@ -7,8 +7,8 @@
     store                       └─▶[copy to host]──end    │
     load                        └─▶[copy to device]──end──┘
 
-Compute waits for the event at a load's end, which is recorded once all of the load is queued. So
-loads go by a path that queues all of one at once.
+Compute waits for the event at a load's end, which is recorded after the whole load is queued. So
+the path for loads must be one that queues a whole load at once.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ from kvferry.types import FIRST_RANK, Rank, Receipt, Transfer, TransferId
 log = logging.getLogger(__name__)
 
 _QUEUEING_SECONDS = 5e-5
-"""How long a waiting caller sleeps, so that the thread that queues has the interpreter."""
+"""Seconds that a waiting caller sleeps, so that the thread that queues gets the interpreter."""
 
 
 class GpuEngine(Closing):
     """Copies blocks between paged device memory and pinned host slots.
 
-    Owns its streams, its events and the paths it is given; leaves the driver, the KV tensors, the
-    host memory (registered with the driver, or the copies are slow) and the compute stream to
-    their owners, who must outlive it.
+    Owns its streams, its events and the given paths. Leaves the driver, the KV tensors, the host
+    memory (slow unless registered with the driver) and the compute stream to their owners; all must
+    outlive the engine.
 
-    ``submit`` and the methods that order compute belong to the thread that queues compute, because
-    "queued so far" means something only there; ``poll`` may be called from any thread.
+    Call ``submit`` and the methods that order compute from the thread that queues compute: only
+    there is "queued so far" well defined. Any thread may call ``poll``.
     """
 
     close_timeout = 30.0
-    """How many seconds callers wait for copies that a driver holds up."""
+    """Seconds to wait for copies that the driver holds up, in ``close`` and before compute."""
 
     def __init__(
         self,
@@ -81,12 +81,12 @@ class GpuEngine(Closing):
         self._queues = self._open_queues(paths)
 
     def prepare(self) -> None:
-        """Make what the first transfers need: kernels, tables, buffers, the ring."""
+        """Create what the first transfers need: kernels, tables, buffers, the ring."""
         try:
             with self._driver.current():
                 for job in self._jobs.samples():
                     self._queues[job.direction].path.prepare(job)
-        except Exception as error:  # the transfers will say so, too
+        except Exception as error:  # the first transfers will report it, too
             log.warning("the copy engine could not be prepared: %s", error)
 
     # -- the contract ------------------------------------------------------------------------
@@ -127,7 +127,7 @@ class GpuEngine(Closing):
         began = time.monotonic()
         waited = 0.0
         try:
-            with self._driver.current(), self._driver.beside_captures(), PunctualSleep():
+            with self._driver.current(), self._driver.allow_during_capture(), PunctualSleep():
                 while waited < seconds and not self._ended:
                     if any(queue.has_ended() for queue in queues):
                         return
@@ -136,7 +136,7 @@ class GpuEngine(Closing):
                     else:
                         pause(waited)
                     waited = time.monotonic() - began
-        except DriverError:  # a card that is lost: poll reports it
+        except DriverError:  # the GPU is lost: poll reports it
             time.sleep(min(seconds, 1e-3))
 
     def drain(self, timeout: float | None = None) -> list[Receipt]:
@@ -150,8 +150,8 @@ class GpuEngine(Closing):
     def order_compute_after_loads(self) -> None:
         """Make compute queued from now on wait for every load submitted so far.
 
-        Queues what is left of them first. Raises if the driver refuses: compute queued after a
-        silent refusal would read blocks that are not there yet.
+        Queues unqueued loads first. Raises if the driver refuses, as compute would otherwise read
+        blocks that have not arrived.
         """
         if self._closed:
             raise ClosedError("the engine is closed")
@@ -184,7 +184,7 @@ class GpuEngine(Closing):
         return done
 
     def order_compute_after_part(self, transfer_ids: Iterable[TransferId], number: int) -> None:
-        """Make compute wait for that part of loads for which ``num_landed`` had an answer."""
+        """Make compute wait for a part of loads; call ``num_landed`` first, it must not be None."""
         with self._driver.current():
             compute = self._compute_stream()
             for transfer_id in transfer_ids:
@@ -194,7 +194,7 @@ class GpuEngine(Closing):
                     self._driver.stream_wait_event(compute, mark)
 
     def close(self) -> None:
-        """Drain, then give back streams, events and paths; the receipts can still be polled."""
+        """Drain, then release streams, events and paths; ``poll`` still returns the receipts."""
         if self._closed:
             return
         self._closed = True
@@ -210,7 +210,7 @@ class GpuEngine(Closing):
 
     @property
     def num_in_flight(self) -> int:
-        """Transfers submitted whose receipt is not out yet."""
+        """Number of transfers submitted whose receipt ``poll`` has not returned."""
         return sum(queue.num_open for queue in self._queues.values())
 
     @property
@@ -221,9 +221,9 @@ class GpuEngine(Closing):
     # -- one transfer ------------------------------------------------------------------------
 
     def _mark_ready(self, copy: PendingCopy) -> None:
-        """Fix the transfer's place behind compute, now."""
+        """Record the event of the compute stream that the copy will wait for."""
         with self._driver.current():
-            # Here and not on the queue's thread: later compute must not hold this copy back.
+            # Here and not on the queue's thread, so that the copy does not wait for later compute.
             copy.ready = self._order_events.take()
             self._driver.record_event(copy.ready, self._compute_stream())
 
@@ -232,10 +232,10 @@ class GpuEngine(Closing):
             self._order_events.give(copy.ready)
             copy.ready = None
 
-    # -- what the engine owns ----------------------------------------------------------------
+    # -- streams and paths -------------------------------------------------------------------
 
     def _open_queues(self, paths: Mapping[Direction, Path]) -> dict[Direction, CopyQueue]:
-        """A request waits for its load; no request waits for a store, so it yields to the model."""
+        """Open a queue per direction. Stores have low priority, as no request waits for them."""
         priorities = {Direction.LOAD: Priority.HIGH, Direction.STORE: Priority.LOW}
         with self._driver.current():
             try:
@@ -280,10 +280,10 @@ class GpuEngine(Closing):
 
 
 def torch_compute_stream(device: int) -> Callable[[], int]:
-    """A function that asks torch which stream the model's kernels go to now."""
+    """Return a function that returns the handle of torch's current stream on ``device``."""
     import torch
 
     raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
-    if raw_stream is not None:  # without a new object for each question
+    if raw_stream is not None:  # makes no Stream object per call
         return partial(raw_stream, device)
     return lambda: int(torch.cuda.current_stream(device).cuda_stream)

@@ -1,4 +1,4 @@
-"""The copy kernel: compiled, launched, and given the tables and ids it reads.
+"""The copy kernel: its code, compilation and launch, and the tables and ids that it reads.
 
 Owns compiled code, tables and id buffers on the device; leaves streams and order to the paths.
 """

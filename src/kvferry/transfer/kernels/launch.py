@@ -1,6 +1,6 @@
 """Compiling, preparing and launching the copy kernel on a CUDA card.
 
-Triton only compiles. The launch is a driver's call: it needs neither torch nor a C compiler.
+Triton only compiles. The driver launches, which needs neither torch nor a C compiler.
 """
 
 from __future__ import annotations
@@ -16,40 +16,40 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from kvferry.errors import DriverError, InputError
+from kvferry.errors import DriverError, InputError, install
 from kvferry.transfer.driver import Driver, Handles, Priority
 from kvferry.transfer.job import CopyJob
 from kvferry.transfer.layout import NUM_PARTS, GroupLayout, Int64s
 
 MIN_IDS = 8192
-"""Of 4,096 blocks: few transfers need a larger buffer, which takes time to make."""
+"""Least size of an id buffer: 4,096 blocks. Few transfers need a larger one (slow to allocate)."""
 
 
 class IdBuffer(NamedTuple):
-    """Block ids and slot numbers, where the host writes and the card reads them."""
+    """A buffer of block ids and slot numbers: its pinned host memory and its device memory."""
 
     host: int
     device: int
     ids: Int64s
     event: int
-    """Reached when the last job that had the buffer has ended."""
+    """Reached when the last job that used the buffer has ended."""
 
 
 class IdBuffers:
-    """Owns pinned buffers of ids, each with a copy in device memory; one thread at a time."""
+    """Owns the id buffers of a path; one thread at a time may use it."""
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
         self._handles = Handles()
-        self._buffers: list[IdBuffer] = []  # the one used last at the end
+        self._buffers: list[IdBuffer] = []  # the most recently used one is last
 
     def prepare(self) -> None:
-        """Have buffers for all parts of a job before the first one."""
+        """Allocate enough buffers for all parts of a job."""
         while len(self._buffers) < NUM_PARTS:
             self._buffers.append(self._make(MIN_IDS))
 
     def fill(self, job: CopyJob) -> IdBuffer:
-        """A buffer whose host memory has the job's block ids and then its slot numbers."""
+        """Return a buffer whose host memory has the job's block ids, then its slot numbers."""
         count = len(job.device_blocks)
         buffer = self._take(2 * count)
         buffer.ids[:count] = job.device_blocks
@@ -61,20 +61,20 @@ class IdBuffers:
         self._driver.copy_async(buffer.device, buffer.host, 16 * len(job.device_blocks), stream)
 
     def take_back(self, buffer: IdBuffer, stream: int) -> None:
-        """What is queued on ``stream`` by now is all that reads the buffer.
+        """Make a buffer free once all work queued on ``stream`` so far has run.
 
-        A buffer that is not taken back is never used again: better than used too early.
+        All work that reads the buffer must be queued. After an exception the buffer is not reused.
         """
         self._driver.record_event(buffer.event, stream)
         self._buffers.append(buffer)
 
     def close(self) -> None:
-        """Give everything back; call only when no copy is in flight. Safe to call twice."""
+        """Release everything; call only when no copy is in flight. Safe to call twice."""
         self._buffers = []
         self._handles.close()
 
     def _take(self, count: int) -> IdBuffer:
-        """A free buffer of at least ``count`` ids, the one idle longest, or a new one."""
+        """Return the longest idle free buffer of at least ``count`` ids, or a new one."""
         for index, buffer in enumerate(self._buffers):
             if buffer.ids.size >= count and self._driver.event_is_done(buffer.event):
                 return self._buffers.pop(index)
@@ -91,21 +91,21 @@ class IdBuffers:
 
 
 LANES = 32
-"""Threads that share a row: one warp."""
+"""Threads that copy one row: a warp."""
 
 MAX_STEPS = 8
-"""Accesses in flight per thread. Eight of 16 bytes fill a PCIe Gen5 link from two multiprocessors
-(one NVIDIA H200); more would not fit the registers of 1024 threads."""
+"""The most accesses in flight per thread. Eight of 16 bytes fill a PCIe Gen5 link from two
+multiprocessors (one NVIDIA H200); more would not fit the registers of 1024 threads."""
 
 
 @dataclass(frozen=True)
 class RowShape:
-    """The accesses that make up a row: what the kernel is compiled for."""
+    """The width and number of a thread's accesses to a row; the kernel is compiled for them."""
 
     wide: bool
-    """Whether all addresses and lengths are multiples of 16, else of any number of bytes."""
+    """Whether an access has 16 bytes, as all addresses and lengths are multiples of 16; else 8."""
     steps: int
-    """Accesses of one thread per row."""
+    """Accesses of one thread to a row."""
 
     @cached_property
     def row_bytes(self) -> int:
@@ -113,15 +113,15 @@ class RowShape:
 
 
 def common_alignment(layout: GroupLayout) -> int:
-    """The largest number that divides every address, stride and size of ``layout``."""
-    # Offsets are sums of sizes, so what divides the sizes divides them too.
+    """Return the largest number that divides every address, stride and size of ``layout``."""
+    # Offsets are sums of sizes, so a divisor of all sizes divides them too.
     return math.gcd(*(int(np.gcd.reduce(a)) for a in (layout.bases, layout.strides, layout.sizes)))
 
 
 def row_shape(layout: GroupLayout, alignment: int) -> RowShape:
-    """The widest accesses that ``alignment`` allows, in rows that fit the segments."""
+    """Return the widest accesses that ``alignment`` allows, in rows that fit the segments."""
     shapes = [RowShape(alignment % 16 == 0, 2**power) for power in range(MAX_STEPS.bit_length())]
-    # The fewest rows: a row's bytes are in flight together. A longer one idles some threads.
+    # The fewest rows, as a row's bytes are in flight together; then the shortest, as others idle.
     return min(shapes, key=lambda shape: (-(-layout.sizes // shape.row_bytes)).sum())
 
 
@@ -142,27 +142,27 @@ class RowTable:
 
     @cached_property
     def is_uniform(self) -> bool:
-        """Whether all segments are equally long, so that a row's segment needs no table."""
+        """Whether all segments have equal length, so that rows need no table."""
         return bool((self.layout.sizes == self.layout.sizes[0]).all())
 
     @cached_property
     def segments(self) -> Int64s:
-        """The segment of each row of a block."""
+        """The segment number of each row of a block."""
         return np.repeat(np.arange(self.layout.num_segments), self.rows_per_segment)
 
     @cached_property
     def starts(self) -> Int64s:
-        """Where each row starts within its segment."""
+        """Byte of its segment at which each row starts."""
         first = np.cumsum(self.rows_per_segment) - self.rows_per_segment
         return (np.arange(self.rows_per_block) - first[self.segments]) * self.shape.row_bytes
 
     @cached_property
     def places(self) -> Int64s:
-        """Where each row starts within the packed block."""
+        """Byte of the packed block at which each row starts."""
         return self.layout.offsets[self.segments] + self.starts
 
     def tables(self) -> Int64s:
-        """All the kernel reads, as one array: four numbers per segment, two per row if mixed."""
+        """Return the kernel's tables as an array: 4 numbers per segment, 2 per row if mixed."""
         layout = self.layout
         parts = [layout.bases, layout.strides, layout.sizes, layout.offsets]
         if not self.is_uniform:
@@ -170,12 +170,12 @@ class RowTable:
         return np.concatenate(parts).astype(np.int64)
 
     def row_at(self, position: int) -> int:
-        """The last row that starts at or before byte ``position`` of blocks laid end to end."""
+        """Return the last row that starts at or before byte ``position`` of the packed blocks."""
         block, within = divmod(position, self.layout.block_bytes)
         return block * self.rows_per_block + int(self.places.searchsorted(within, "right")) - 1
 
     def position_of(self, row: int) -> int:
-        """The byte at which ``row`` starts in blocks laid end to end."""
+        """Return the byte of the packed blocks at which ``row`` starts."""
         block, within = divmod(row, self.rows_per_block)
         return block * self.layout.block_bytes + int(self.places[within])
 
@@ -194,11 +194,11 @@ ARGUMENTS: dict[str, str] = {
     "first_row": "i32",
     "last_row": "i32",
 }
-"""The run-time arguments of the copy kernel and their types, in order; the rest are constants."""
+"""The run-time arguments of the copy kernel and their types, in order."""
 
 
 class CopyArguments(ctypes.Structure):
-    """One launch's arguments. Read during the launch call only, so it may be used again."""
+    """The arguments of a launch; reusable, as the driver reads them only during the launch call."""
 
     _fields_ = tuple(
         (name, c_int64 if kind == "i64" else c_int32) for name, kind in ARGUMENTS.items()
@@ -209,7 +209,7 @@ class CopyArguments(ctypes.Structure):
         addresses = [
             ctypes.addressof(self) + getattr(CopyArguments, name).offset for name in ARGUMENTS
         ]
-        # Triton adds up to two scratch pointers of its own; ours are null and never read.
+        # Triton's kernels take up to two scratch pointers more; here they are null, never read.
         self._scratch = c_void_p()
         addresses += [ctypes.addressof(self._scratch)] * 2
         self.pointers = (c_void_p * len(addresses))(*addresses)
@@ -217,7 +217,7 @@ class CopyArguments(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Variant:
-    """One compiled form of the copy kernel."""
+    """Compile-time choices that select one compiled form of the copy kernel."""
 
     to_packed: bool
     uniform: bool
@@ -226,7 +226,7 @@ class Variant:
     warps: int
 
     def constants(self) -> dict[str, Any]:
-        """The kernel's compile-time arguments. One row per warp: see the kernel."""
+        """Return the kernel's compile-time arguments; ``ROWS`` makes each warp copy one row."""
         return {
             "TO_PACKED": self.to_packed,
             "UNIFORM": self.uniform,
@@ -237,7 +237,7 @@ class Variant:
 
 
 def widest(*, to_packed: bool, warps: int) -> Variant:
-    """The variant for equal segments of multiples of 4 KiB: what most engines have."""
+    """Return the variant for equal segments of multiples of 4 KiB, as most engines have."""
     return Variant(to_packed, uniform=True, wide=True, steps=8, warps=warps)
 
 
@@ -249,10 +249,10 @@ class Launcher(Protocol):
     """Compiles the copy kernel and loads it."""
 
     def prepare(self, variant: Variant) -> Launch:
-        """Compile and load ``variant``; may take a second the first time."""
+        """Compile and load ``variant``; the first call may take a second."""
 
     def close(self) -> None:
-        """Unload what was loaded. Safe to call twice."""
+        """Unload all kernels. Safe to call twice."""
 
 
 _MAJOR, _MINOR = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_*
@@ -287,8 +287,8 @@ class CudaLauncher:
         self._modules.append(module.value or 0)
         find = driver.bind("cuModuleGetFunction", c_void_p, c_void_p, c_char_p)
         driver.check(find(byref(function), module, name), f"cuModuleGetFunction({name!r})")
-        # Without a signature, which would take as long as the call. So what is an address must be a
-        # c_void_p, or ctypes cuts it to 32 bits.
+        # Bound without a signature, as applying one takes as long as the call. So every address
+        # must be a c_void_p, or ctypes cuts it to 32 bits.
         call, check, threads = driver.bind("cuLaunchKernel"), driver.check, variant.warps * LANES
 
         def launch(programs: int, arguments: CopyArguments, stream: int) -> None:
@@ -311,14 +311,14 @@ class CudaLauncher:
 
 
 def compile_for(variant: Variant, capability: int) -> tuple[bytes, bytes]:
-    """Machine code and entry name of ``variant`` for sm_``capability``."""
+    """Return machine code and entry name of ``variant`` for sm_``capability``."""
     compiled = compile_kernel(variant, capability)
     return compiled.asm["cubin"], compiled.metadata.name.encode()
 
 
 def compile_kernel(variant: Variant, capability: int) -> Any:
-    """What Triton makes of ``variant`` for sm_``capability``; needs no card."""
-    # Imported here: Triton is heavy, and only a kernel needs it.
+    """Compile ``variant`` for sm_``capability`` with Triton; needs no GPU."""
+    # Imported here: Triton is heavy, and only kernels need it.
     try:
         import triton
         from triton.backends.compiler import GPUTarget
@@ -327,7 +327,7 @@ def compile_kernel(variant: Variant, capability: int) -> Any:
         from kvferry.transfer.kernels import triton_copy
     except ImportError as error:
         raise DriverError(
-            f"copy kernels need Triton ({error}); install kvferry[gpu]",
+            f"copy kernels need Triton ({error}): {install('gpu')}",
             unsupported=True,
         ) from error
     constants = variant.constants()
@@ -346,26 +346,40 @@ def compile_kernel(variant: Variant, capability: int) -> Any:
 
 
 MAX_ROWS = 2**31 - 1
+MOST_PROGRAMS = 16
+"""The most programs of a kernel for short rows: an eighth of an H200."""
 
 
 @dataclass(frozen=True)
 class Grid:
-    """How much of the card a kernel takes: programs, and the warps of each."""
+    """The part of the GPU that a kernel takes: programs, and warps per program.
+
+    Every warp has one row in flight. If rows are so short that fewer than ``min_bytes`` would be in
+    flight, the kernel gets more programs.
+    """
 
     programs: int
     warps: int
+    min_bytes: int = 0
+
+    def programs_for(self, rows: RowTable) -> int:
+        """Return the number of programs that copy these rows."""
+        row_bytes = rows.layout.block_bytes / rows.rows_per_block
+        needed = math.ceil(self.min_bytes / (self.warps * row_bytes))
+        return max(self.programs, min(needed, MOST_PROGRAMS))
 
 
 @dataclass(frozen=True, eq=False)
 class Prepared:
-    """All of a launch that does not change from job to job; ``arguments`` are filled in anew."""
+    """A launch prepared for one layout; each job changes only some ``arguments``."""
 
     rows: RowTable
     launch: Launch
+    programs: int
     arguments: CopyArguments
 
     def begin(self, job: CopyJob, ids: int) -> CopyArguments:
-        """The arguments for all rows of ``job``; the path adds the address of the packed side."""
+        """Return the arguments for all rows of ``job``; the caller sets ``packed_base``."""
         arguments = self.arguments
         num_blocks = len(job.device_blocks)
         num_rows = num_blocks * self.rows.rows_per_block
@@ -383,9 +397,9 @@ def _key(job: CopyJob) -> tuple[int, int, int]:
 
 
 class Kernels:
-    """Owns what is prepared, per layout; leaves the launcher to its owner.
+    """Owns the prepared launches and device tables of layouts; leaves the launcher to its owner.
 
-    ``to_packed`` for stores, which gather blocks into a ring; loads read host slots. A layout's
+    ``to_packed`` is for stores, which gather blocks into a ring; loads read host slots. A layout's
     tables are uploaded once, never per transfer.
     """
 
@@ -395,26 +409,25 @@ class Kernels:
         self._to_packed = to_packed
         self._driver = driver
         self._handles = Handles()
-        # Each keeps its layout alive, so that an id is never that of another one.
+        # A value keeps its layout alive, so that no other layout gets the same id().
         self._prepared: dict[tuple[int, int, int], Prepared] = {}
 
     def find(self, job: CopyJob) -> Prepared | None:
-        """What ``get`` would return, if it is ready."""
+        """Return the prepared launch for ``job``; None if ``get`` would have to prepare it."""
         return self._prepared.get(_key(job))
 
     def get(self, job: CopyJob) -> Prepared:
-        """Upload and compile what ``job`` needs; the first time this may take a second."""
+        """Return the launch for ``job``; its first call uploads and compiles, up to a second."""
         prepared = self.find(job)
         if prepared is None:
             prepared = self._prepared[_key(job)] = self._prepare(job)
         return prepared
 
     def launch(self, prepared: Prepared, stream: int) -> None:
-        """Queue the kernel for the rows its arguments name."""
-        arguments, grid = prepared.arguments, self._grid
-        tiles = -(-(arguments.last_row - arguments.first_row) // grid.warps)
-        programs = min(grid.programs, tiles)
-        prepared.launch(programs, arguments, stream)
+        """Queue the kernel for rows ``first_row`` to ``last_row`` of its arguments."""
+        arguments = prepared.arguments
+        tiles = -(-(arguments.last_row - arguments.first_row) // self._grid.warps)
+        prepared.launch(min(prepared.programs, tiles), arguments, stream)
 
     def close(self) -> None:
         """Free the tables; call only when no copy is in flight. Safe to call twice."""
@@ -422,8 +435,8 @@ class Kernels:
         self._handles.close()
 
     def _prepare(self, job: CopyJob) -> Prepared:
-        # The packed side's alignment (0: any) limits how wide an access may be, too.
-        # Only host slots can be aligned worse than the layout; a ring never is.
+        # The packed side's alignment (0: any) limits the width of accesses, too. Host slots may be
+        # aligned worse than the layout; a ring never is.
         alignment = 0 if self._to_packed else math.gcd(job.host_base, job.host_pitch)
         rows = RowTable(
             job.layout, row_shape(job.layout, math.gcd(common_alignment(job.layout), alignment))
@@ -443,10 +456,11 @@ class Kernels:
             rows_per_block=rows.rows_per_block,
             rows_per_segment=int(rows.rows_per_segment[0]),
         )
-        return Prepared(rows, self._launcher.prepare(variant), arguments)
+        programs = self._grid.programs_for(rows)
+        return Prepared(rows, self._launcher.prepare(variant), programs, arguments)
 
     def _upload(self, rows: RowTable) -> int:
-        """Copy and wait: the next user of the table may be on any stream."""
+        """Copy a layout's tables to the device; waits, as any stream may read them next."""
         table = rows.tables()
         driver, meanwhile = self._driver, Handles()
         address = self._handles.take(driver.alloc_device(table.nbytes), driver.free_device)

@@ -1,18 +1,18 @@
-"""The copy kernel, in Triton: blocks addressed by block tables, in both directions.
+"""The copy kernel, in Triton: copies blocks between paged and packed memory, in both directions.
 
-The device side of a copy is paged: segment ``s`` of block ``b`` lies at
-``bases[s] + b * strides[s]``. The other side is packed: whole blocks one after another, in pinned
-host slots for loads (path ``kernel``), in a ring in device memory for stores (``staged``).
+The device side is paged: segment ``s`` of block ``b`` is at ``bases[s] + b * strides[s]``. The
+other side is packed, with whole blocks: pinned host slots for loads (path ``kernel``), a ring in
+device memory for stores (path ``staged``).
 
 A copy is cut into *rows*: at most ``row_bytes`` contiguous bytes of one segment of one block::
 
     rows   0        1        2        3        4   ...
            |seg 0 ---------->|seg 1 ---------->|      block ids[0], then block ids[1], ...
 
-A program takes tiles of ``ROWS`` rows. The addresses of the next tile are read while the bytes of
-this one are on their way, because a table read that waits for the link costs as much as a tile.
+A program copies tiles of ``ROWS`` rows. It reads the addresses of the next tile while the bytes of
+this tile are in flight: a table read that waits for the link takes as long as a tile.
 
-This module needs Triton and is imported only when a kernel is wanted.
+This module imports Triton, so import it only to compile a kernel.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def row_addresses(
     UNIFORM: tl.constexpr,
     LINEAR: tl.constexpr,
 ):
-    """Paged address, packed address and length in bytes of each row; length 0 beyond the end."""
+    """Return paged address, packed address and length of each row; length 0 beyond the end."""
     live = row < last_row
     index = row // rows_per_block
     within = row - index * rows_per_block
@@ -90,18 +90,18 @@ def copy_rows(
 ):
     """Copy rows ``first_row`` to ``last_row`` between paged and packed memory.
 
-    ``ids`` holds ``num_blocks`` block ids and then as many slot numbers. ``TO_PACKED`` does not
-    read those: the packed side is then one run, and block ``i`` of the job its block ``i``.
+    ``ids`` holds ``num_blocks`` block ids, then as many slot numbers. ``TO_PACKED`` does not read
+    the slot numbers: the packed side then has the job's blocks in order.
     ``WIDE``: all addresses and lengths are multiples of 16 bytes, so every access moves 16.
 
-    Otherwise a row is written in words of 8 bytes from the first whole word of its target on. Each
-    is put together from two words of the source, which lie at multiples of 8 too::
+    Otherwise a row is written in words of 8 bytes, from the first aligned word of its target on.
+    Each word is combined from two aligned words of the source::
 
         source   |......01|23456789|abc.....|        two neighbours, shifted into one word
         target   |...01234|56789abc|                 one whole word; 0 to 4 are stored as bytes
 
-    So are the bytes behind the last whole word. A word that is read holds at least one byte of the
-    row, so no access leaves its page.
+    The bytes after the last whole word are also stored as bytes. Every word read holds at least one
+    byte of the row, so no access leaves its page.
 
     With as many ``ROWS`` as warps each warp has one row: its threads hold one pair of addresses
     and ``STEPS`` accesses in flight.
@@ -123,7 +123,7 @@ def copy_rows(
         source = paged if TO_PACKED else packed
         target = packed if TO_PACKED else paged
         if WIDE:
-            # Counting in words lets the compiler see how far every address is aligned.
+            # Counting in words shows the compiler the alignment of every address.
             read = words + (tl.multiple_of(source // 8, 2)[:, None] + lane)
             write = words + (tl.multiple_of(target // 8, 2)[:, None] + lane)
             end = tl.multiple_of((length // 8).to(tl.int32), 2)[:, None]
@@ -134,7 +134,7 @@ def copy_rows(
             write = words + (((target + head) // 8)[:, None] + lane)
             end = num_words.to(tl.int32)[:, None]
             shift = ((source + head) % 8 * 8).to(tl.uint64)[:, None]
-            # The first lanes take the bytes before the words, the next ones those behind them.
+            # Lanes 0 to 7 copy the bytes before the words, the next lanes those after them.
             at = tl.where(lane < 8, lane, (head + 8 * num_words - 8)[:, None] + lane)
             is_edge = at < tl.where(lane < 8, head[:, None], length[:, None])
             edge = tl.load(each + (source[:, None] + at), mask=is_edge)
@@ -155,7 +155,7 @@ def copy_rows(
             if WIDE:
                 tl.store(write + step * LANES, low[step], mask=is_inside)
             else:
-                # In two shifts: a shift by all 64 bits is not defined.
+                # Two shifts, as a shift by all 64 bits is undefined.
                 word = (low[step] >> shift) | (high[step] << 1 << (63 - shift))
                 tl.store(write + step * LANES, word, mask=is_inside)
         if not WIDE:

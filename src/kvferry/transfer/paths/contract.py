@@ -1,4 +1,4 @@
-"""What a copy path must offer."""
+"""The contract of a copy path."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from kvferry.transfer.job import CopyJob
 
 
 class Path(ABC):
-    """One way to copy. Enqueues on a stream and returns; the engine's event marks completion.
+    """A way to copy between GPU and host: queues copies on a stream; leaves events to the engine.
 
     One thread at a time per direction calls a path, but a path for both directions may be called
-    by two at once: what it keeps between calls must be kept per direction.
+    by two at once: it must keep state between calls per direction.
     """
 
     name: ClassVar[str]
-    """What receipts and metrics call it."""
+    """The path's name in receipts and metrics."""
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
@@ -26,22 +26,22 @@ class Path(ABC):
     def enqueue(self, job: CopyJob, stream: int, ready: int) -> None:
         """Queue the whole job on ``stream`` (a raw driver handle); DriverError on refusal.
 
-        ``stream`` comes after everything the job must wait for. ``ready`` is the event after which
-        the job's blocks may be read or written, whatever earlier jobs still do on ``stream``; a
-        path with streams of its own may begin there. The caller may record the event anew when
+        ``stream`` already waits for everything the job must wait for. Once the event ``ready`` is
+        reached, the job's blocks may be read or written, even if earlier jobs on ``stream`` still
+        run; a path with its own streams may start then. The caller may record the event anew after
         this returns.
 
-        If this raises, everything queued before the raise (also on streams of the path) comes
-        before anything queued on ``stream`` from then on. The engine relies on it: it gives the
-        failed receipt only when that part has run, because the memory is reused afterwards.
+        If this raises, all work queued before (also on the path's own streams) must be ordered
+        before later work on ``stream``. The engine relies on it: a failed receipt frees the memory,
+        so the engine gives it only after that work has run.
         """
 
     def prepare(self, job: CopyJob) -> None:  # noqa: B027
-        """Take the memory and load the kernels that jobs like this one need."""
+        """Allocate the memory and load the kernels that jobs like this one need."""
 
     def is_quick(self, job: CopyJob) -> bool:
-        """Whether ``enqueue`` returns soon: then it is called on the thread of ``submit``."""
+        """Whether ``enqueue`` returns soon: then ``submit`` calls it on the caller's thread."""
         return False
 
     def close(self) -> None:  # noqa: B027
-        """Give back staging memory and pinned buffers. Safe to call twice."""
+        """Release staging memory and pinned buffers. Safe to call twice."""

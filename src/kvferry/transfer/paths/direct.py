@@ -1,4 +1,4 @@
-"""Copies by the driver: the path ``dma``, and runs of host slots for the ring."""
+"""Copies by the driver: the path ``dma``, and the ring's copies to runs of host slots."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def copy_batch(
     sizes: Addresses,
     stream: int,
 ) -> None:
-    """Many copies, as few calls as the driver has: the one place that falls back to a loop."""
+    """Queue many copies in one driver call, or one by one if the driver has no batch copy."""
     if driver.batch_form is not BatchForm.ABSENT:
         try:
             driver.copy_batch_async(dsts, srcs, sizes, stream)
             return
         except DriverError as error:
-            # Only "not supported" leaves nothing queued for certain; any other refusal is news.
+            # Only "not supported" means that nothing was queued; other errors must travel on.
             if not error.unsupported:
                 raise
             driver.batch_form = BatchForm.ABSENT
@@ -40,14 +40,14 @@ def copy_batch(
 def copy_each(
     driver: Driver, dsts: Addresses, srcs: Addresses, sizes: Addresses, stream: int
 ) -> None:
-    """One driver call per copy, in stream order."""
+    """Queue copies in stream order, one driver call each."""
     copy = driver.copy_async
     for dst, src, size in zip(dsts.tolist(), srcs.tolist(), sizes.tolist(), strict=True):
         copy(dst, src, size, stream)
 
 
 def descriptors(job: CopyJob) -> tuple[Addresses, Addresses, Addresses]:
-    """Target, source and size of every segment of every block of ``job``, block by block."""
+    """Return target, source and size of every segment of every block of ``job``, block by block."""
     layout = job.layout
     blocks, slots = job.device_blocks[:, None], job.host_slots[:, None]
     device = (layout.bases + blocks * layout.strides).ravel().view(np.uint64)
@@ -59,9 +59,9 @@ def descriptors(job: CopyJob) -> tuple[Addresses, Addresses, Addresses]:
 
 
 class DmaPath(Path):
-    """One batch call per job, or a call per segment where memory ``is_pinned`` not.
+    """Copies by one batch call per job, or by a call per segment if host memory is not pinned.
 
-    The driver takes its time for every segment either way.
+    The driver spends time on every segment either way.
     """
 
     name = "dma"
@@ -78,15 +78,15 @@ class DmaPath(Path):
 
 
 MAX_CALL = 16
-"""The most copies of one batch call: the driver starts none before it has read all of them."""
+"""The most copies of one batch call. The driver starts none before it has read all of them."""
 
 
 class HostRuns:
-    """Maps byte ``n`` of a store's blocks, laid end to end, to its address in host memory."""
+    """The runs of adjacent host slots of a store; maps bytes of its packed blocks to addresses."""
 
     def __init__(self, job: CopyJob) -> None:
         starts, block_bytes = job.host_slots * job.host_pitch, job.layout.block_bytes
-        is_head = np.empty(len(starts), dtype=bool)  # does not follow the block before
+        is_head = np.empty(len(starts), dtype=bool)  # true where a slot begins a new run
         is_head[0] = True
         np.not_equal(starts[1:] - starts[:-1], block_bytes, out=is_head[1:])
         if job.host_chunk is not None:
@@ -100,7 +100,7 @@ class HostRuns:
         self._host = starts[heads] + job.host_base
 
     def copy(self, driver: Driver, start: int, end: int, ring: int, stream: int) -> None:
-        """Queue the copy of bytes ``start`` to ``end`` from ``ring`` to their slots."""
+        """Queue the copy of bytes ``start`` to ``end`` from address ``ring`` to their slots."""
         low = int(self._bounds.searchsorted(start, "right")) - 1
         high = int(self._bounds.searchsorted(end))
         if high - low == 1:

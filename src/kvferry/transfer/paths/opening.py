@@ -1,4 +1,4 @@
-"""Which path copies what on a device: kernels where they run, else copies by the driver."""
+"""Choose the copy path of each direction: kernels if they run here, else copies by the driver."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ log = logging.getLogger(__name__)
 
 
 def open_launcher(driver: Driver) -> CudaLauncher | None:
-    """A launcher whose kernels compile and load; None where every transfer by one would fail."""
+    """Return a launcher that has compiled and loaded the common kernels; None if it cannot."""
     if util.find_spec("triton") is None:
         log.warning("Triton is not installed: the driver copies, slowly. %s", install("gpu"))
         return None
     launcher = CudaLauncher(driver)
     try:
         with driver.current():
-            for variant in (KernelPath.COMMON, StagedPath.COMMON):  # later they would delay copies
+            for variant in (KernelPath.COMMON, StagedPath.COMMON):  # compiling would delay copies
                 launcher.prepare(variant)
     except DriverError as error:
         log.warning("copy kernels cannot be used here, the driver copies, slowly: %s", error)
@@ -37,13 +37,13 @@ def open_launcher(driver: Driver) -> CudaLauncher | None:
 def open_paths(
     driver: Driver, launcher: Launcher | None, *, ring_bytes: int, is_pinned: bool = True
 ) -> dict[Direction, Path]:
-    """The path of each direction.
+    """Return the path of each direction.
 
-    A kernel queues a load of any size in a launch, so compute can be ordered behind it at once. A
-    kernel that writes host memory slows the model, so a store goes through a ring.
+    One launch queues a load of any size, so compute can be ordered after it at once. A kernel that
+    writes host memory slows the model, so stores go through a ring.
     """
     if launcher is None or not is_pinned:
-        # A kernel that touches memory the driver does not know kills the process's GPU work.
+        # A kernel that accesses unregistered host memory breaks the process's CUDA context.
         return dict.fromkeys(Direction, DmaPath(driver, is_pinned=is_pinned))
     return {
         Direction.LOAD: KernelPath(driver, launcher),

@@ -1,14 +1,14 @@
-"""The path ``staged``, for stores: a kernel gathers blocks into a ring, large copies do the rest.
+"""The path ``staged``, for stores: a kernel gathers blocks into a ring, large copies empty it.
 
 ::
 
     slot streams     [gather 1]▲[gather 2]──▲[gather 3]──────▲
-    the job's                  [copy 1]─────[copy 2─────────][copy 3─────────]
+    job's stream               [copy 1]─────[copy 2─────────][copy 3─────────]
 
-The ring is device memory. The copy engines run at the full rate of the link and take nothing from
-the model. The gathers of a job run while the job before it is copied. Every slot has a stream for
-its kernels: beside a model that fills the card, all waiting chunks must go when one of its kernels
-ends.
+The ring is device memory. The GPU's DMA engines copy at the full rate of the link and do not slow
+the model. The gathers of a job run while the previous job is copied. Every ring slot has a stream
+for its gathers: beside a model that fills the GPU, all waiting gathers must start when one of the
+model's kernels ends.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ log = logging.getLogger(__name__)
 ALIGNMENT = 4096
 NUM_LARGE = 2
 SMALL_SHARE = 16
-"""The small slot is this fraction of the ring: 4 MiB of 64, as long as a kernel takes to start."""
+"""The small slot is a sixteenth of the ring: copying its 4 MiB takes as long as a kernel start."""
 
 
 @dataclass(eq=False)
 class RingSlot:
-    """Memory for one chunk, the stream its gathers run on, and an event for each of its steps."""
+    """Device memory for one chunk of a store, the stream of its gathers, and its two events."""
 
     address: int
     num_bytes: int
@@ -45,10 +45,10 @@ class RingSlot:
 
 
 class Ring:
-    """Device memory, streams and events; takes them on ``open``.
+    """Owns the device memory, streams and events of the ring's slots; allocates them on ``open``.
 
-    Two large slots are used in turn. A job's first gather, which no copy hides, goes through the
-    small one.
+    Two large slots are used in turn. A job's first gather goes to a small slot, as no copy of the
+    job runs meanwhile.
     """
 
     def __init__(self, driver: Driver, num_bytes: int) -> None:
@@ -59,7 +59,7 @@ class Ring:
         self.is_open = False
 
     def open(self) -> None:
-        """Take the ring's memory, once; DriverError leaves nothing taken."""
+        """Allocate the ring's memory, once; after a DriverError nothing stays allocated."""
         if not self.is_open:
             try:
                 self._take_all()
@@ -68,7 +68,7 @@ class Ring:
                 raise
 
     def close(self) -> None:
-        """Give everything back; call only when no copy is in flight. Safe to call twice."""
+        """Release everything; call only when no copy is in flight. Safe to call twice."""
         self.is_open = False
         self._handles.close()
 
@@ -76,14 +76,14 @@ class Ring:
         driver, large = self._driver, self._large_bytes
         size = NUM_LARGE * large + self._small_bytes
         base = self._handles.take(driver.alloc_device(size), driver.free_device)
-        self.for_ids = self._stream()
-        """The stream on which ids are sent, so that they do not queue behind bytes."""
+        self.id_stream = self._stream()
+        """The stream that copies ids to the device, so that they do not wait for copies of KV."""
         self.ids_sent = self._event()
         self.joined = self._event()
-        self.in_turn = cycle(
+        self.large_slots = cycle(
             [self._slot(base + number * large, large) for number in range(NUM_LARGE)]
         )
-        """The large slots, each when its turn comes."""
+        """The large slots, alternating."""
         self.small = self._slot(base + NUM_LARGE * large, self._small_bytes)
         self.is_open = True
 
@@ -104,22 +104,22 @@ def _whole_pages(num_bytes: int) -> int:
 
 
 QUICK_BYTES = 80 * MiB
-"""The caller queues such a store sooner than another thread gets the interpreter from it. Four
-stores of 64 MiB took 6.05 ms so, and 7.42 ms by the thread (one NVIDIA H200, 2026-11-19)."""
+"""The largest store queued by its caller: queueing takes less time than handing the interpreter to
+a thread. Four of 64 MiB took 6.05 ms, by a thread 7.42 ms (one NVIDIA H200, 2026-11-19)."""
 
 GRID = Grid(programs=66, warps=8)
-"""Half the card for some ten microseconds per chunk (one NVIDIA H200)."""
+"""A gather takes half the GPU for some ten microseconds per chunk (one NVIDIA H200)."""
 
 
 class StagedPath(Path):
     """Copies through ``ring_bytes`` of device memory.
 
-    Owns the ring, taken on first use, tables and id buffers.
+    Owns the ring (allocated on first use), the device tables of layouts, and id buffers.
     """
 
     name = "staged"
     COMMON = widest(to_packed=True, warps=GRID.warps)
-    """The kernel most engines need."""
+    """The kernel variant that most engines need."""
 
     def __init__(self, driver: Driver, launcher: Launcher, *, ring_bytes: int) -> None:
         super().__init__(driver)
@@ -133,31 +133,31 @@ class StagedPath(Path):
         chunk, runs = ChunkCursor(job, prepared.rows), None
         used: list[RingSlot] = []
         buffer = self._ids.fill(job)
-        # Not where the bytes go: between two large copies, a small one and the wait for it cost the
-        # link some ten microseconds (one NVIDIA H200).
-        self._ids.send(buffer, job, ring.for_ids)
+        # Not on the job's stream: a small copy between two large ones, and the wait for it, cost
+        # the link some ten microseconds (one NVIDIA H200).
+        self._ids.send(buffer, job, ring.id_stream)
         try:
             arguments = prepared.begin(job, buffer.device)
-            driver.record_event(ring.ids_sent, ring.for_ids)
+            driver.record_event(ring.ids_sent, ring.id_stream)
             while chunk.end < chunk.total:
-                slot = next(ring.in_turn) if used else ring.small
+                slot = next(ring.large_slots) if used else ring.small
                 chunk.fit(slot.num_bytes)
                 self._wait_until_free(slot)
                 if slot not in used:
-                    used.append(slot)  # before anything is queued there
+                    used.append(slot)  # before queueing on its stream, for _join_after_fault
                     driver.stream_wait_event(slot.stream, ring.ids_sent)
                     driver.stream_wait_event(slot.stream, ready)
-                # The kernel counts from the job's first byte, the slot from the chunk's.
+                # The kernel adds offsets from the job's first byte; the slot begins at the chunk's.
                 arguments.packed_base = slot.address - chunk.start
                 arguments.first_row, arguments.last_row = chunk.first_row, chunk.last_row
                 self._kernels.launch(prepared, slot.stream)
                 driver.record_event(slot.filled, slot.stream)
                 driver.stream_wait_event(stream, slot.filled)
-                # After the launch: the card need not wait for it.
+                # After the launch, so that the GPU need not wait for this computation.
                 runs = runs or HostRuns(job)
                 runs.copy(driver, chunk.start, chunk.end, slot.address, stream)
                 driver.record_event(slot.emptied, stream)
-        except BaseException:  # an interrupt too: what is queued is queued all the same
+        except BaseException:  # also after a KeyboardInterrupt queued work runs
             self._join_after_fault(used, stream)
             raise
         finally:
@@ -179,14 +179,14 @@ class StagedPath(Path):
             self._kernels.close()
 
     def _wait_until_free(self, slot: RingSlot) -> None:
-        # Asking costs no more than waiting, and spares the card a semaphore between copies.
+        # A query costs no more than a wait, and may save the GPU a semaphore between copies.
         if not self._driver.event_is_done(slot.emptied):
             self._driver.stream_wait_event(slot.stream, slot.emptied)
 
     def _join_after_fault(self, used: list[RingSlot], stream: int) -> None:
-        """Order everything queued already before the failed job's receipt, or wait for it here."""
+        """Order all queued work before the failed job's receipt, or else wait for that work."""
         driver, ring = self._driver, self._ring
-        streams = (ring.for_ids, *(slot.stream for slot in used))
+        streams = (ring.id_stream, *(slot.stream for slot in used))
         try:
             for other in streams:
                 driver.record_event(ring.joined, other)
@@ -200,12 +200,12 @@ class StagedPath(Path):
             try:
                 driver.synchronize_stream(each)
             except DriverError as error:
-                # A device that refuses this too is lost: nothing runs on it any more.
+                # A device that refuses this too is lost and runs nothing any more.
                 log.error("a copy could not be waited for: %s", error)
 
 
 class ChunkCursor:
-    """Goes through a job in chunks: rows ``first_row`` to ``last_row``, ``start`` to ``end``."""
+    """A job's current chunk: rows ``first_row`` to ``last_row``, bytes ``start`` to ``end``."""
 
     def __init__(self, job: CopyJob, rows: RowTable) -> None:
         self._rows = rows
@@ -213,9 +213,9 @@ class ChunkCursor:
         self.first_row = self.last_row = self.start = self.end = 0
 
     def fit(self, num_bytes: int) -> None:
-        """Go on to the next chunk, of at most ``num_bytes``."""
+        """Advance to the next chunk, of at most ``num_bytes``."""
         self.first_row, self.start = self.last_row, self.end
-        # A chunk ends where a row does, so it may fall short of its size but never exceed it.
+        # A chunk ends at the end of a row, so it may be smaller than its slot but never larger.
         row = self._rows.row_at(min(self.total, self.start + num_bytes))
         self.last_row = max(row, self.first_row + 1)
         self.end = self._rows.position_of(self.last_row)

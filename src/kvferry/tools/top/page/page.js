@@ -1,4 +1,4 @@
-// Draws the view this server hands out. All text goes in as text, never as markup.
+// Draws the view from view.json. Inserts all text as text, never as markup.
 "use strict";
 
 const byId = (id) => document.getElementById(id);
@@ -20,7 +20,7 @@ function bar(parts) {
   return element;
 }
 
-// A cell knows its column's name: on a narrow screen rows are stacked, and say it themselves.
+// Each cell carries its column's name, which a narrow screen shows beside the cell.
 function cell(content, column) {
   const element = make("td", typeof content === "string" ? content : "");
   element.dataset.column = column;
