@@ -18,13 +18,13 @@ import kvferry
 from kvferry.cache.policies import learned, policy_named
 from kvferry.cache.policies.contract import Evidence
 from kvferry.cache.policies.returns import Returns, Senders
-from kvferry.cache.policies.returns_model import ReturnModel, bins
+from kvferry.cache.policies.returns_model import ReturnModel, row_of
 from kvferry.cache.pool import Pool
 from kvferry.cache.replay import PoolReplay
 from kvferry.sim.simulation import Simulation, Trial, simulate
 from kvferry.telemetry.traces import keys_of_numbers
 
-NEW = bins(1, 0, None, 1000)
+NEW = row_of(1, 0, None, 1000)
 OTHERS = ("lru", "arc", "s3fifo", "wtinylfu")
 
 
@@ -32,7 +32,7 @@ OTHERS = ("lru", "arc", "s3fifo", "wtinylfu")
 def test_it_learns_when_conversations_return(age: float, chance: float) -> None:
     """A block is worth most a little before most of them return, and little after that."""
     model, rng = ReturnModel(), Random(1)
-    row, now, waiting = model.row(NEW), 0.0, list[tuple[float, int]]()
+    row, now, waiting = NEW, 0.0, list[tuple[float, int]]()
     for _ in range(3000):
         now += 1.0
         number = model.add(now, row)
@@ -50,7 +50,7 @@ def test_it_learns_when_conversations_return(age: float, chance: float) -> None:
 def test_what_it_learned_fades() -> None:
     model = ReturnModel()
     for at in range(50):
-        model.close(model.add(float(at), model.row(NEW)), float(at))
+        model.close(model.add(float(at), NEW), float(at))
     model.learn(50.0)
     seen = model.learned[1].max()
     model.learn(50.0 + 1800.0)
@@ -62,7 +62,7 @@ def test_what_it_learned_fades() -> None:
 def test_a_long_silence_is_learned_of_bit_by_bit() -> None:
     model = ReturnModel()
     for at in range(4000):
-        model.add(float(at), model.row(NEW))
+        model.add(float(at), NEW)
     steps, before = 0, np.zeros(1)
     while not np.array_equal(before, model.learned[0]):
         before = model.learned[0].copy()
@@ -277,7 +277,7 @@ def taught() -> Returns:
 def test_what_was_learned_is_for_the_next_process() -> None:
     policy, other = taught(), Pool(8, Returns).eviction.policy
     assert isinstance(other, Returns)
-    row = np.array([other.model.row(NEW)])
+    row = np.array([NEW])
     before = other.model.values(row, np.zeros(1))
     packed = learned.pack(policy)
     assert len(packed) < 1 << 16

@@ -25,8 +25,8 @@ from kvferry.cache.policies.returns_model import (
     NO_HINT,
     NO_RECORD,
     ReturnModel,
-    bins,
     hint_bin,
+    row_of,
 )
 from kvferry.cache.policies.returns_tree import WORD, Node, RequestTree
 from kvferry.core.keys import Keys
@@ -185,8 +185,8 @@ class Returns:
     def _describe(self, node: Node) -> int:
         """The row of a node's features, as they are now."""
         ways = node.ways if node.children and node.ways >= _SHARED_BY else 0
-        features = bins(node.turn, ways, node.gap, node.new_tokens, node.hint)
-        row = self._tree.row[node.id] = self.model.row(features)
+        row = row_of(node.turn, ways, node.gap, node.new_tokens, node.hint)
+        self._tree.row[node.id] = row
         if node.record != NO_RECORD:
             self.model.change(node.record, row)
         return row
@@ -196,7 +196,7 @@ class Returns:
         if not path or num_known < len(keys.array) or not (evidence.ended or evidence.continues):
             return
         node, (ended, _, within, sender) = path[-1], evidence
-        node.hint = hint_bin(ended, within, is_believed=self._senders.believes(sender))
+        node.hint = hint_bin(ended, within) if self._senders.believes(sender) else NO_HINT
         node.told = evidence
         self._num_told += 1
         seconds = 300.0 if ended else 1800.0 if within is None else 2 * within + 5.0
