@@ -121,7 +121,7 @@ def test_a_sender_that_is_often_wrong_is_believed_less_and_forgiven() -> None:
     assert senders.believes("liar")
     for number in range(5000):
         senders.judge(f"other {number}", right=True)
-    assert len(senders._counts) == 4096
+    assert len(senders._trust) == 4096
 
 
 def chats(seed: int, count: int) -> list[tuple[float, list[int], bool, float]]:

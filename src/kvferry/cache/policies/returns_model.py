@@ -109,7 +109,7 @@ class ReturnModel:
         self._base_seen = np.full(len(self._base), _LEAST_SEEN)
         self._weight = np.concatenate((np.zeros(_HINT_START * _NUM_GROUPS), _HINT_PRIOR))
         self._weight_seen = np.full(len(self._weight), _LEAST_SEEN_WEIGHT)
-        self._value = np.zeros((_NUM_ROWS, NUM_BUCKETS))
+        self._value = np.zeros((_NUM_ROWS, NUM_BUCKETS), dtype=np.float32)
         self._is_old = np.ones(_NUM_ROWS, dtype=bool)  # whether its values follow the model
         self._first = 0  # number of the record at place 0
         self._count = 0
@@ -208,7 +208,7 @@ class ReturnModel:
             self._value[old] = self._computed(old)
             self._is_old[old] = False
         buckets = np.minimum(_ENDS.searchsorted(ages, "right"), NUM_BUCKETS - 1)
-        return self._value.reshape(-1).take(rows * NUM_BUCKETS + buckets)
+        return self._value.reshape(-1).take(rows * NUM_BUCKETS + buckets).astype(np.float64)
 
     def _computed(self, rows: Ints) -> Floats:
         """For each row, by bucket of age: returns a second that a block is held."""

@@ -130,7 +130,9 @@ class QueuePolicy:
             self._out(slot)
 
     def clear(self) -> None:
-        for noted in (*self.queues, self._in, self._coming, self._planned):
+        for queue in self.queues:
+            queue.clear()
+        for noted in (self._in, self._coming, self._planned):
             noted.clear()
         self._arriving = None
 
