@@ -47,8 +47,9 @@ class Arc(QueuePolicy):
         once, again = self.queues
         too_many = len(once) > self.target or (was_frequent and len(once) == self.target)
         at = _ONCE if once and (too_many or not again) else _AGAIN
-        if self.queues[at]:
-            number = next(iter(self.queues[at]))
+        number = self.first(self.queues[at], self.queues[_AGAIN - at])
+        if number is not None:
+            at = self._in[number]
             word = self.go(number)
             if number >= 0:
                 self._ghosts[at].add(word)

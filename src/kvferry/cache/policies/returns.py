@@ -25,8 +25,8 @@ from kvferry.cache.policies.returns_model import (
     NO_HINT,
     NO_RECORD,
     ReturnModel,
-    bins,
     hint_bin,
+    row_of,
 )
 from kvferry.cache.policies.returns_tree import WORD, Node, RequestTree
 from kvferry.core.keys import Keys
@@ -36,34 +36,33 @@ _LEARN_EVERY, _LEARN_LATER, _FIRST = 16, 64, 1024  # requests
 _MOST_RECORDS = 2  # of one request: its end, and what it shares
 _MEAN_OF = 4  # gaps
 _SHARED_BY = 3  # that went on behind a node: fewer are edited questions
-_SAMPLES = 64
-_VICTIMS = 4  # at least, of one look; then others are looked at
-_PART = 8  # of those looked at, one in so many may go
+_SAMPLES = 512
+_VICTIMS = 8  # of those looked at; a quarter at most
 _LOOK_EVERY = 4  # requests, where those that were looked at last have not gone meanwhile
 _MOST_DUE = 1 << 14  # hints that wait to be judged
 
 
 class Senders:
-    """How often the hints of each sender came true. Owns the counts, of the latest ``_MOST``."""
+    """How far to trust the hints of each sender. Owns a number for each of the latest ``_MOST``.
 
-    _MOST, _FEW, _FULL, _WRONG = 4096, 4.0, 32.0, 0.5
+    It is the mean of 1 for each hint that came true and -1 for each that did not, the latest most.
+    """
+
+    _MOST, _STEP, _LEAST = 4096, 1 / 16, -0.2
 
     def __init__(self) -> None:
-        self._counts: OrderedDict[str, tuple[float, float]] = OrderedDict()
+        self._trust: OrderedDict[str, float] = OrderedDict()
 
     def judge(self, sender: str, *, right: bool) -> None:
         """One hint came true, or did not."""
-        num, wrong = self._counts.pop(sender, (0.0, 0.0))
-        if num >= self._FULL:
-            num, wrong = num / 2, wrong / 2
-        self._counts[sender] = (num + 1, wrong + (not right))
-        if len(self._counts) > self._MOST:
-            self._counts.popitem(last=False)
+        trust = self._trust.pop(sender, 0.0)
+        self._trust[sender] = trust + self._STEP * ((1 if right else -1) - trust)
+        if len(self._trust) > self._MOST:
+            self._trust.popitem(last=False)
 
     def believes(self, sender: str) -> bool:
         """Whether the next hint of this sender should be believed."""
-        num, wrong = self._counts.get(sender, (0.0, 0.0))
-        return num < self._FEW or wrong <= self._WRONG * num
+        return self._trust.get(sender, 0.0) > self._LEAST
 
 
 class Returns:
@@ -185,8 +184,8 @@ class Returns:
     def _describe(self, node: Node) -> int:
         """The row of a node's features, as they are now."""
         ways = node.ways if node.children and node.ways >= _SHARED_BY else 0
-        features = bins(node.turn, ways, node.gap, node.new_tokens, node.hint)
-        row = self._tree.row[node.id] = self.model.row(features)
+        row = row_of(node.turn, ways, node.gap, node.new_tokens, node.hint)
+        self._tree.row[node.id] = row
         if node.record != NO_RECORD:
             self.model.change(node.record, row)
         return row
@@ -196,7 +195,7 @@ class Returns:
         if not path or num_known < len(keys.array) or not (evidence.ended or evidence.continues):
             return
         node, (ended, _, within, sender) = path[-1], evidence
-        node.hint = hint_bin(ended, within, is_believed=self._senders.believes(sender))
+        node.hint = hint_bin(ended, within) if self._senders.believes(sender) else NO_HINT
         node.told = evidence
         self._num_told += 1
         seconds = 300.0 if ended else 1800.0 if within is None else 2 * within + 5.0
@@ -271,7 +270,7 @@ class Returns:
         ages = self._tick() - tree.time.take(picks)
         values = -ages if by_age else self.model.values(tree.row.take(picks), ages)
         order, num = np.lexsort((-ages, values)), len(picks)  # of equal value the oldest first
-        for at in order[: max(num // _PART, min(_VICTIMS, num // 4), 1)].tolist():
+        for at in order[: max(1, min(_VICTIMS, num // 4))].tolist():
             self._queue.setdefault(tree.nodes[picks.item(at)], values.item(at))
         self._look_again = self._num_asked + _LOOK_EVERY
 

@@ -43,24 +43,27 @@ class S3Fifo(QueuePolicy):
         self.returned(word)
         self.push(number, to)
 
+    def can_leave(self, number: int) -> bool:
+        least = _PROMOTE_AFTER if self._in[number] == _SMALL else 1
+        return self._num_uses.get(number, 0) >= least or super().can_leave(number)
+
     def evict(self) -> None:
         small, main = self.queues
-        while small or main:
-            if main and len(small) < self._most_small:
-                number = next(iter(main))
-                num_uses = self._num_uses.get(number, 0)
-                if not num_uses:
-                    self.go(number)
-                    return
+        while True:
+            order = (small, main) if len(small) >= self._most_small else (main, small)
+            number = self.first(*order)
+            if number is None:
+                return
+            num_uses = self._num_uses.pop(number, 0)
+            if self._in[number] == _MAIN and num_uses:
                 self._num_uses[number] = num_uses - 1
-            else:
-                number = next(iter(small))
-                if self._num_uses.pop(number, 0) < _PROMOTE_AFTER:
-                    word = self.go(number)
-                    if number >= 0:
-                        self._ghosts.add(word)
+            elif num_uses < _PROMOTE_AFTER:
+                is_ghost = self._in[number] == _SMALL and number >= 0
+                word = self.go(number)
+                if is_ghost:
+                    self._ghosts.add(word)
                     self._ghosts.trim(self._num_slots - self._most_small)
-                    return
+                return
             self.push(number, _MAIN)
 
     def returned(self, word: int) -> None:

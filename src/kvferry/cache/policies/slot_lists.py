@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from itertools import islice
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +14,8 @@ from kvferry.types import NO_SLOT, SlotArray
 _APART = 1.0
 """Seconds within which two uses count as one. One request looks a block up, loads it and stores
 what follows it; that is no sign that another request wants the block."""
+_LOOK = 16
+"""Blocks examined at once, from the front of a queue, for one that can be evicted."""
 
 Queue = OrderedDict[int, None]
 
@@ -32,14 +35,14 @@ class QueuePolicy:
         self.queues = [Queue() for _ in range(num_queues)]
         self._in: dict[int, int] = {}  # the queue of each slot or newcomer
         self._home: dict[int, int] = {}  # the queue a slot was in last
-        self._front: Queue = Queue()  # slots put back, which are evicted before all others
         self._last_use = np.full(self._num_slots, -np.inf)
         self._arriving: Arriving | None = None
         self._words: list[int] = []  # key words of the newcomers that are in no queue yet
         self._coming: dict[int, int] = {}  # key word of each newcomer in a queue, by number
         self._planned: OrderedDict[int, int] = OrderedDict()  # queue of a newcomer, by key word
-        self._refused = 0
+        self._lacking = 0  # slots for newcomers that are neither taken nor refused yet
         self._gone: list[int] = []  # slots and newcomers evicted for the newcomer that arrives now
+        self._followers_gone: dict[int, int] = {}  # evicted in this call, by the slot before each
 
     # -- for each policy to implement -----------------------------------------------------------
 
@@ -89,24 +92,20 @@ class QueuePolicy:
     def put_back(self, slots: SlotArray) -> None:
         self._come_back(slots)
         for slot in reversed(slots.tolist()):
-            self._out(slot)
-            self._front[slot] = None
-            self._front.move_to_end(slot, last=False)
+            self.push(slot, 0)
+            self.queues[0].move_to_end(slot, last=False)
 
     def take(self, count: int, arriving: Arriving) -> SlotArray:
         if arriving is not self._arriving:
             self._plan()
-            self._arriving, self._refused = arriving, 0
+            self._arriving, self._lacking = arriving, count
             missing = (arriving.slots == NO_SLOT).nonzero()[0]
             self._words = arriving.keys.array[missing, 0].tolist()
             for _ in range(len(self._words) - count):  # newcomers for which there is room
                 self._arrive(is_full=False)
         taken: list[int] = []
-        count -= self._refused
-        while len(taken) < count:
-            if self._front:
-                taken.append(self._front.popitem(last=False)[0])
-                continue
+        self._followers_gone.clear()
+        while self._lacking > 0 and len(taken) < count:
             if self._words:
                 self._arrive(is_full=True)
             else:
@@ -114,27 +113,24 @@ class QueuePolicy:
             if not self._gone:
                 break
             number = self._gone.pop()
-            if number < 0:
-                self._refused += 1
-                count -= 1
-            else:
+            self._lacking -= 1
+            if number >= 0:
                 taken.append(number)
         return np.array(taken, dtype=np.int64)
 
     def peek(self, count: int) -> SlotArray:
-        found = [*self._front, *(slot for queue in self.queues for slot in queue if slot >= 0)]
-        return np.array(found[: max(0, count)], dtype=np.int64)
+        found = (slot for queue in self.queues for slot in queue if slot >= 0)
+        return np.array([*islice(found, max(0, count))], dtype=np.int64)
 
     def holds(self, slots: SlotArray) -> npt.NDArray[np.bool_]:
-        held = [slot in self._in or slot in self._front for slot in slots.tolist()]
-        return np.array(held, dtype=bool)
+        return np.array([slot in self._in for slot in slots.tolist()], dtype=bool)
 
     def discard(self, slots: SlotArray) -> None:
         for slot in slots.tolist():
             self._out(slot)
 
     def clear(self) -> None:
-        for queue in (self._front, *self.queues):
+        for queue in self.queues:
             queue.clear()
         for noted in (self._in, self._coming, self._planned):
             noted.clear()
@@ -150,12 +146,41 @@ class QueuePolicy:
         if number >= 0:
             self._home[number] = to
 
+    def first(self, *queues: Queue) -> int | None:
+        """Return the first block of these queues that can be evicted: none that stays follows it.
+
+        Blocks that cannot move to the end of their queue, so that no call examines all of them.
+        """
+        for queue in queues:
+            for _ in range(0, len(queue), _LOOK):
+                looked = [*islice(queue, _LOOK)]
+                found = next(filter(self.can_leave, looked), None)
+                if found is not None:
+                    return found
+                for number in looked:
+                    queue.move_to_end(number)
+        return None
+
+    def can_leave(self, number: int) -> bool:
+        """Return whether all blocks that followed this one are evicted, in this call or before."""
+        if number < 0 or self._residents.can_go(number):
+            return True
+        num_gone = self._followers_gone.get(number)
+        if num_gone is None:
+            return False
+        slot, residents = np.array([number]), self._residents
+        is_idle: bool = residents.is_idle(slot).item()
+        return is_idle and residents.num_followers_of(slot).item() == num_gone
+
     def go(self, number: int) -> int:
         """Evict a slot or newcomer; return the first word of its key."""
         word = self.word_of(number)
         self._out(number)
         self._coming.pop(number, None)
         self._gone.append(number)
+        if number >= 0:
+            parent = self._residents.parents_of(np.array([number])).item()
+            self._followers_gone[parent] = self._followers_gone.get(parent, 0) + 1
         return word
 
     def word_of(self, number: int) -> int:
@@ -186,8 +211,6 @@ class QueuePolicy:
         at = self._in.pop(number, None)
         if at is not None:
             del self.queues[at][number]
-        elif self._front:
-            self._front.pop(number, None)
 
     def _come_back(self, slots: SlotArray) -> None:
         away = slots[~self.holds(slots)]

@@ -11,7 +11,7 @@ from kvferry.cache.policies.slot_lists import QueuePolicy
 from kvferry.core.keys import Keys
 from kvferry.types import SlotArray
 
-_WINDOW, _PROBATION, _PROTECTED = 0, 1, 2
+_PROBATION, _PROTECTED, _WINDOW = 0, 1, 2
 _WINDOW_SHARE, _PROTECTED_SHARE = 0.01, 0.8
 _SAMPLE = 10
 """Blocks asked for, as a multiple of the slots, after which all counts are halved."""
@@ -45,27 +45,23 @@ class WTinyLfu(QueuePolicy):
     def arrive(self, word: int, number: int, *, is_full: bool) -> None:
         window = self.queues[_WINDOW]
         self.push(number, _WINDOW)
-        rival = self._rival()
-        if is_full and rival is not None and len(window) <= self._most_window:
-            self.go(rival)
-        elif is_full:
+        if is_full:
             self.evict()
         while len(window) > self._most_window:
             self.push(next(iter(window)), _PROBATION)
 
     def evict(self) -> None:
-        candidate, rival = next(iter(self.queues[_WINDOW]), None), self._rival()
-        if candidate is None or (rival is not None and self._count(candidate) > self._count(rival)):
-            if candidate is not None:
-                self.push(candidate, _PROBATION)
+        *main, window = self.queues
+        rival, candidate = self.first(*main), None
+        if rival is None or len(window) > self._most_window:
+            candidate = self.first(window)
+        if candidate is None:
+            candidate = rival
+        elif rival is not None and self._count(candidate) > self._count(rival):
+            self.push(candidate, _PROBATION)
             candidate = rival
         if candidate is not None:
             self.go(candidate)
-
-    def _rival(self) -> int | None:
-        """What a candidate of the window is compared with: newcomers only where nothing else is."""
-        firsts = [next(iter(queue)) for queue in self.queues[_PROBATION:] if queue]
-        return next((number for number in firsts if number >= 0), firsts[0] if firsts else None)
 
     def _count(self, number: int) -> int:
         return self._counts.get(self.word_of(number), 0)
