@@ -16,7 +16,7 @@ from tests.fakes.sides import BLOCK_TOKENS, Sides, assert_same, hashes_of, reque
 
 from kvferry.connectors.common import worker as worker_side
 from kvferry.connectors.common.messages import StepOrders, StepReceipts
-from kvferry.rank import Activity
+from kvferry.rank import Activity, RankMemory
 from kvferry.types import DEVICE, Receipt
 
 HASHES = [bytes([number]) * 32 for number in range(1, 5)]
@@ -349,3 +349,22 @@ def test_a_hold_for_a_load_outlasts_a_store_that_was_given_back_before(make):
     sides.answer(0, 1)
     assert engine.num_held == 0
     assert all(sides.pool.blocks[number].ref_cnt == 0 for number in places)
+
+
+def test_a_server_keeps_its_first_prompt_while_host_memory_is_still_made_ready(make, monkeypatch):
+    """Its first step may store two blocks, for which there are slots; the others wait for more."""
+    ready = [2]
+    monkeypatch.setattr(RankMemory, "ready_slots", property(lambda memory: ready[0]))
+    sides = make(["layer0"])
+    sides.side.serving._rests.store_step = BLOCK_TOKENS  # a running request stores in every step
+    first = sides.compute("first", hashes_of(1))
+    pool = sides.side.serving.scheduler.pool
+    assert (pool.num_ready, pool.counts.cached) == (2, 2)
+    ready[0] = 3
+    sides.step({"first": 1})
+    sides.step({"first": 1})
+    assert pool.counts.cached == 3
+    ready[0] = 1024
+    sides.end(first)
+    sides.rest()
+    assert pool.counts.cached == 4

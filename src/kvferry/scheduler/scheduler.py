@@ -180,7 +180,7 @@ class Scheduler:
         )
         self.deferred: DeferredStores | None = None
         if engine is not None:
-            self.deferred = DeferredStores(
+            self.deferred = self.stores.deferred = DeferredStores(
                 engine,
                 least_tokens=min(shape.sizes),
                 is_full=matcher.is_full,
@@ -274,8 +274,6 @@ class Scheduler:
         them.
         """
         deferred, requests = self.deferred, self._requests
-        if deferred is not None and self.pool.num_ready < self.pool.num_slots:
-            self.stores.waits_for_slots = not deferred.is_short
         due = deferred.take_due(is_idle=is_idle) if deferred is not None else ()
         if deferred is None or not due:
             return []

@@ -99,8 +99,8 @@ class Stores:
     ) -> None:
         self.admission = SeenOften(config.store_threshold, num_keys=pool.num_slots)
         self.num_shed = 0
-        self.waits_for_slots = False
-        """Whether stores may wait for host memory that is still being made ready."""
+        self.deferred: DeferredStores | None = None
+        """Where the engine defers stores, they also wait for host slots to become ready."""
         self._slots_due: float | None = None  # end of that wait; None: no store has waited yet
         self._clock = clock
         self._was_cut = False  # whether the bounds cut the last store short
@@ -270,8 +270,8 @@ class Stores:
 
     def _grows(self) -> bool:
         """Return whether stores wait for host slots to become ready; the wait is bounded."""
-        pool = self._pool
-        if pool.num_ready == pool.num_slots or not self.waits_for_slots:
+        deferred, pool = self.deferred, self._pool
+        if pool.num_ready == pool.num_slots or deferred is None or deferred.lacks_blocks:
             return False
         if self._slots_due is None:
             self._slots_due = self._clock() + SLOTS_SECONDS
@@ -372,10 +372,9 @@ class DeferredStores:
         return self._hasty_step if self.engine.evicts else self.store_step
 
     @property
-    def is_short(self) -> bool:
-        """Whether the engine has too few free blocks to let deferred stores hold some."""
-        engine = self.engine
-        return engine.num_free < self._most_held or engine.num_held > self._most_held
+    def lacks_blocks(self) -> bool:
+        """Whether the engine has so few free blocks that none should be held long."""
+        return self.engine.num_free < self._most_held
 
     def add(
         self,
@@ -420,7 +419,8 @@ class DeferredStores:
         due, waiting = list[Deferred](), list[Deferred]()
         soon = now - SOON_SECONDS
         if self.num_held:
-            soon = now if is_idle or self.is_wanted or self.is_short else soon
+            is_short = self.lacks_blocks or self.engine.num_held > self._most_held
+            soon = now if is_idle or self.is_wanted or is_short else soon
         for rest in self._rests:
             if not rest.held:
                 waiting.append(rest)
