@@ -124,6 +124,13 @@ def test_a_rest_waits_for_nothing_where_the_engine_evicts_or_too_many_wait(world
     assert len(world.due()) == MOST
 
 
+def test_while_the_engine_evicts_a_short_turn_is_stored_before_it_ends(world: World) -> None:
+    """The next turn may come at once: it finds in host memory what was stored before the end."""
+    assert world.rests.step == 4096
+    world.blocks.evicts = True
+    assert world.rests.step <= 256
+
+
 def test_a_rest_that_is_held_is_stored_soon_and_may_be_dropped(world: World) -> None:
     for name in "abc":
         world.hold(name)

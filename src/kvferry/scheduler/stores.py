@@ -293,8 +293,9 @@ STORE_TOKENS = 4096
 """New tokens after which a running request is stored; the rest is stored when it ends. Until then
 only a preemption takes its device blocks."""
 
-_HURRY = 8
-"""How many times as often running requests are stored while the engine evicts: it may preempt."""
+_HURRY = 32
+"""How many times as often running requests are stored while the engine evicts: it may preempt, and
+the next turn of a conversation may come before the rest of this one is stored."""
 
 _PER_STEP = 2
 """Requests stored per step of a busy engine, once they have waited ``WAIT_SECONDS``."""
