@@ -15,6 +15,7 @@ import pytest
 from tests.fakes.sides import BLOCK_TOKENS, Sides, hashes_of, request_of
 
 from kvferry.connectors.vllm.engine import VllmEngine
+from kvferry.rank import RankMemory
 
 PROBES = itertools.count()
 
@@ -99,6 +100,28 @@ def test_blocks_that_vllm_wants_do_not_wait_through_the_quiet(make, monkeypatch)
         sides.step({"o": 1})
         num_steps += 1
         assert num_steps <= 2
+
+
+@pytest.mark.parametrize("wants", ["more for a running one", "some for the next"])
+def test_blocks_that_vllm_wants_do_not_wait_for_host_slots(make, monkeypatch, wants):
+    """Seen red: a request waited while memory was made ready for what another had left."""
+    monkeypatch.setattr(RankMemory, "ready_slots", 2)
+    sides = make()
+    ended = sides.compute("a", hashes_of(1))
+    evict(monkeypatch, sides)
+    sides.end(ended)
+    sides.step()
+    engine, scheduled = sides.side.serving.engine, {}
+    assert engine.num_held == 4, "two are stored, and the others wait for slots"
+    if wants == "some for the next":
+        sides.side.match(request_of("b", hashes_of(2)), 0)
+    else:
+        assert sides.side.frees_soon()
+        scheduled = {"o": 1}
+    sides.step(scheduled)
+    sides.step(scheduled)
+    assert engine.num_held == 0
+    assert not sides.side.serving._rests.is_wanted, "wanted once, not for ever"
 
 
 @pytest.mark.parametrize("evicts", [True, False])

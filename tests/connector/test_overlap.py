@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 from tests.fakes.sides import Sides, request_of
 
 from kvferry.connectors.common.overlap import OverlapDecider
+from kvferry.connectors.vllm.connector import KvferryConnector
 from kvferry.transfer.engine.cpu import CpuEngine
 from kvferry.types import DEVICE, Outcome, Receipt
 
@@ -88,6 +90,23 @@ def begin(sides: Sides, orders: Any) -> None:
     for rank in sides.ranks:
         rank.begin(orders)
         rank.after_forward()
+
+
+def test_a_pass_ends_although_its_step_was_reported_before(make):
+    """Where tokens are drafted, vLLM ends a pass last. Seen red: it listened on in later steps."""
+    sides = make(["layer0"])
+    sides.rest()
+    rank: Any = sides.ranks[0]
+    connector: Any = SimpleNamespace(_worker=rank)
+    while rank.is_busy:
+        sides.step({"other": 1})
+    rank.begin(sides.orders({"other": 1}))
+    rank.layerwise.begin_forward("PIECEWISE")
+    rank.take_receipts()
+    assert rank.layerwise.listens
+    assert not rank.is_busy
+    KvferryConnector.wait_for_save(connector)
+    assert not rank.layerwise.listens
 
 
 def test_a_request_runs_while_its_load_lands(make, gate):

@@ -12,6 +12,7 @@ from tests.fakes.crafted_keys import key
 import kvferry
 from kvferry.cache.pool import Pool
 from kvferry.cache.reach import FullAttention
+from kvferry.config import Config
 from kvferry.core.keys import Keys
 from kvferry.errors import InputError
 from kvferry.scheduler.stores import SLOTS_SECONDS
@@ -69,12 +70,13 @@ def test_a_slot_is_given_out_when_every_rank_has_it() -> None:
 class Start:
     """A server's first prompt, of eight blocks: two slots are ready, and ``now`` passes."""
 
-    def __init__(self, groups: int = 1) -> None:
+    def __init__(self, groups: int = 1, **settings: int) -> None:
         self.now = 0.0
         self.engine = SimpleNamespace(evicts=False, num_free=1000, num_held=0)
         self.scheduler = ByName(
             Pool(40, num_ready=2),
             [FullAttention(16)] * groups,
+            config=Config.from_dict(settings),
             num_device_blocks=1000,
             engine=self.engine,
             clock=lambda: self.now,
@@ -82,10 +84,10 @@ class Start:
         self.keys = Keys.from_bytes([key(number) for number in range(8)])
         self.tables = (np.arange(8),) * groups
 
-    def stored(self) -> int:
+    def stored(self, num_tokens: int = 128) -> int:
         """Blocks that one more step stores."""
         self.scheduler.store_left()
-        ordered = self.scheduler.store("a", self.keys, self.tables, 128)
+        ordered = self.scheduler.store("a", self.keys, self.tables, num_tokens)
         return sum(len(blocks.blocks) for blocks in ordered)
 
 
@@ -107,12 +109,24 @@ def test_several_groups_go_whole_once_there_are_slots() -> None:
     assert start.stored() == 16
 
 
-@pytest.mark.parametrize("end", ["no more slots come", "the engine needs its blocks"])
+def test_the_bounds_hold_for_several_groups_while_slots_come() -> None:
+    """Seen red: with a free slot for each block, any number of bytes was in flight."""
+    start = Start(groups=2, max_storing_blocks=8)
+    start.scheduler.note_ready(Rank(0), 32)
+    assert [start.stored(64), start.stored(128)] == [8, 0]
+
+
+@pytest.mark.parametrize("end", ["no more come", "one of two ranks has more", "blocks are needed"])
 def test_a_store_does_not_wait_for_slots_for_ever(end: str) -> None:
     start = Start()
     assert start.stored() == 2
-    if end == "no more slots come":
+    if end == "no more come":
         start.now += SLOTS_SECONDS
+    elif end == "one of two ranks has more":
+        start.scheduler._ready.append(2)
+        for num_slots in (10, 20):
+            start.now += 0.9 * SLOTS_SECONDS
+            start.scheduler.note_ready(Rank(0), num_slots)
     else:
         start.engine.num_free = 3
     assert start.stored() == 0

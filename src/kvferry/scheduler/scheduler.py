@@ -274,10 +274,10 @@ class Scheduler:
         them.
         """
         deferred, requests = self.deferred, self._requests
-        due = deferred.take_due(is_idle=is_idle) if deferred is not None else ()
-        if deferred is None or not due:
-            return []
         ordered: list[Ordered] = []
+        if deferred is None:
+            return ordered
+        due = deferred.take_due(is_idle=is_idle)
         for number, rest in enumerate(due):
             request: Request = rest.request
             ordered += request.store_left(rest, deferred)
@@ -287,6 +287,7 @@ class Scheduler:
                 break
             requests.released.extend(rest.held)
             request.end_left()
+        deferred.is_wanted = False
         return ordered
 
     # -- reports from the engine ----------------------------------------------------------------
@@ -306,7 +307,6 @@ class Scheduler:
         if num_slots > ready[rank]:
             ready[rank] = num_slots
             self.pool.grow(min(*ready, self.pool.num_slots))
-            self.stores.note_ready()
 
     def note_health(self, health: Health) -> None:
         """Note that a tier became unavailable, or available again, on one rank.

@@ -101,7 +101,7 @@ class Stores:
         self.num_shed = 0
         self.deferred: DeferredStores | None = None
         """Where the engine defers stores, they also wait for host slots to become ready."""
-        self._slots_due: float | None = None  # end of that wait; None: no store has waited yet
+        self._slots_seen, self._slots_due = -1, 0.0  # how many were ready, and that wait's end
         self._clock = clock
         self._was_cut = False  # whether the bounds cut the last store short
         self._matcher = matcher
@@ -242,8 +242,8 @@ class Stores:
 
     def _must_wait(self, parts: Sequence[tuple[int, range, Any]]) -> bool:
         """Return whether a store of these parts of several groups must wait for room."""
-        if self._grows():
-            return sum(len(todo) for _, todo, _ in parts) > self._pool.num_free
+        if self._grows() and sum(len(todo) for _, todo, _ in parts) > self._pool.num_free:
+            return True
         return self._is_busy and not all(self._room(g) for g, _, _ in parts)
 
     @property
@@ -263,18 +263,13 @@ class Stores:
             room = min(room, self._pool.num_free)
         return max(0, room)
 
-    def note_ready(self) -> None:
-        """Note that more host slots became ready, so more may follow: extend the wait for them."""
-        if self._slots_due is not None:
-            self._slots_due = self._clock() + SLOTS_SECONDS
-
     def _grows(self) -> bool:
         """Return whether stores wait for host slots to become ready; the wait is bounded."""
         deferred, pool = self.deferred, self._pool
         if pool.num_ready == pool.num_slots or deferred is None or deferred.lacks_blocks:
             return False
-        if self._slots_due is None:
-            self._slots_due = self._clock() + SLOTS_SECONDS
+        if self._slots_seen != pool.num_ready:
+            self._slots_seen, self._slots_due = pool.num_ready, self._clock() + SLOTS_SECONDS
         return self._clock() < self._slots_due
 
 
@@ -362,7 +357,7 @@ class DeferredStores:
         self.num_held = 0
         """Deferred stores that hold device blocks, which the engine may need at any time."""
         self.is_wanted = False
-        """Whether the engine needs the held blocks now: then they are stored in the next step."""
+        """Whether the engine needs the held blocks now: the next step stores or drops them."""
 
     def __len__(self) -> int:
         return len(self._rests)
@@ -374,8 +369,8 @@ class DeferredStores:
 
     @property
     def lacks_blocks(self) -> bool:
-        """Whether the engine has so few free blocks that none should be held long."""
-        return self.engine.num_free < self._most_held
+        """Whether the engine needs blocks, or has so few free that none should be held long."""
+        return self.is_wanted or self.engine.num_free < self._most_held
 
     def add(
         self,
@@ -419,15 +414,13 @@ class DeferredStores:
         now, engine = self._clock(), self.engine
         due, waiting = list[Deferred](), list[Deferred]()
         soon = now - SOON_SECONDS
-        if self.num_held:
-            is_short = self.lacks_blocks or self.engine.num_held > self._most_held
-            soon = now if is_idle or self.is_wanted or is_short else soon
+        if is_idle or self.lacks_blocks or engine.num_held > self._most_held:
+            soon = now
         for rest in self._rests:
             if not rest.held:
                 waiting.append(rest)
             elif rest.since <= soon:
                 due.append(rest)
-        self.is_wanted = False
         if is_idle or engine.evicts:
             due += waiting
         else:

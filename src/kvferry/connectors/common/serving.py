@@ -69,6 +69,10 @@ class RequestState:
         self.is_timed = self.has_blocks = False
         self._began: tuple[float, int] | None = None
 
+    def lacks_blocks(self) -> bool:
+        """Whether the engine has given the request no device blocks, and nothing else holds it."""
+        return not self.has_blocks and self.ours.state in (State.UNKNOWN, State.MATCHED)
+
     def time_prefill(self) -> tuple[int, float] | None:
         """Return, once per request, its computed prompt tokens and the seconds that took.
 
@@ -366,6 +370,8 @@ class Serving:
             if state is not None and state.theirs.num_preemptions != state.preemptions:
                 self._note_preemption(state)
         num_quiet = self._store_running(scheduled)
+        if not scheduled and self._rests.num_held:  # requests that cannot run need blocks
+            self._rests.is_wanted |= any(map(RequestState.lacks_blocks, self._requests.values()))
         if self._rests and (held := scheduler.store_left(is_idle=not scheduled)):
             self._hold(held)
         released = scheduler.take_released()

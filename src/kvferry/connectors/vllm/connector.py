@@ -166,8 +166,9 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             layerwise.after_layer(layer_name)
 
     def wait_for_save(self) -> None:
-        if self._worker.is_busy:
-            self._worker.after_forward()
+        worker, layerwise = self._worker, self._worker.layerwise
+        if worker.is_busy or (layerwise is not None and layerwise.listens):
+            worker.after_forward()
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         worker = self._worker
