@@ -327,8 +327,7 @@ class Scheduler:
             raise ClosedError(_CLOSED)
         if self.lower.tiers:
             self._order_for_tiers()
-        plan = self.transfers.launch(self._clock())
-        return plan
+        return self.transfers.launch(self._clock())
 
     def _order_for_tiers(self) -> None:
         """Order prefetches and writebacks; keep exceptions for :meth:`open` to raise."""

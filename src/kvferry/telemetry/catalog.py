@@ -310,11 +310,11 @@ def samples(snapshot: Snapshot) -> Iterator[Sample]:
     """Yield every metric's values, in the catalog's order. Known label values start at zero."""
     for metric in _ALL:
         found = metric.read(snapshot)
-        if isinstance(found, (int, float)):
-            yield Sample(metric, (), found)
-        elif found is not None:
+        if isinstance(found, Mapping):
             for labels, value in found.items():
                 yield Sample(metric, (labels,) if isinstance(labels, str) else labels, value)
+        elif found is not None:
+            yield Sample(metric, (), found)
 
 
 def idle(reason: str) -> Iterator[Sample]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -45,12 +46,12 @@ def figures(snapshot: Snapshot) -> Figures:
     flat: Figures = {}
     for name, metric in EXPORTED.items():  # as ``samples``, without an object for each
         found = metric.read(snapshot)
-        if isinstance(found, (int, float)):
-            flat[name] = float(found)
-        elif found is not None:
+        if isinstance(found, Mapping):
             for labels, value in found.items():
                 parts = (labels,) if isinstance(labels, str) else labels
                 flat[SEPARATOR.join((name, *parts))] = float(value)
+        elif found is not None:
+            flat[name] = float(found)
     return flat
 
 
