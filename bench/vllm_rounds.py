@@ -14,6 +14,12 @@ memory, side by side on the card, round by round in turn:
 
 --other adds the kvferry of another checkout (one from before a change, say). --cpu does it with a
 tiny model and no GPU; its figures mean nothing. Exits with 77 without a GPU or a vLLM.
+
+    PYTHONPATH=src python bench/vllm_rounds.py --section first --conversations 24 --modelless
+
+--modelless leaves the model out of ``first`` and needs no GPU: vLLM's own scheduler makes the
+steps, each as long as on an H200. It says how many tokens are computed and when answers begin; it
+knows nothing of how copies and the model slow each other down. kvferry alone.
 """
 
 from __future__ import annotations
@@ -65,6 +71,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--other", type=Path, metavar="SRC", help="another checkout's src folder")
     parser.add_argument("--lmcache", action="store_true", help="LMCacheConnectorV1 as a peer, too")
     parser.add_argument("--cpu", action="store_true", help="a tiny model without a GPU")
+    parser.add_argument("--modelless", action="store_true", help="vLLM's steps without a model")
     parser.add_argument("--case", nargs=2, help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -77,13 +84,13 @@ def main() -> int:
         RoundsMeasurer(case).serve(int(args.case[1]))
         sys.stdout.flush()
         os._exit(0)
-    missing = what_is_missing(needs_gpu=not args.cpu)
+    missing = what_is_missing(needs_gpu=not (args.cpu or args.modelless))
     if missing:
         print(f"cannot measure here: {missing}", file=sys.stderr)
         return SKIPPED
-    facts = provenance("bench/vllm_rounds.py", needs_gpu=not args.cpu)
+    facts = provenance("bench/vllm_rounds.py", needs_gpu=not (args.cpu or args.modelless))
     data: Result = {"provenance": facts, "errors": []}
-    for section in args.section or SECTIONS:
+    for section in ("first",) if args.modelless else args.section or SECTIONS:
         said = partial(keep, args.json, data, section)
         try:
             measure(args, section, said)
@@ -199,10 +206,12 @@ def cases(args: argparse.Namespace, section: str) -> dict[str, RoundsCase]:
         load = Load(6, 3, 3, first_tokens=300, turn_tokens=40, answer_tokens=8)
         case = replace(case, pool_bytes=64 * MiB, device_bytes=int(2.5 * MiB), load=load)
         case = replace(case, prompt_tokens=960, num_prompts=4)
+    if args.modelless:
+        case = replace(case, is_modelless=True, pool_bytes=512 * MiB)
     found = {"kvferry": case}
     if args.other:
         found[OTHER] = case
-    peers = [] if args.alone else ["OffloadingConnector"]
+    peers = [] if args.alone or args.modelless else ["OffloadingConnector"]
     for name in [*peers, *(["LMCacheConnectorV1"] if args.lmcache else [])]:
         found[name] = replace(case, connector=name)
     return found
@@ -228,7 +237,11 @@ def rounds_table(found: dict[str, Result]) -> str:
     for name, engine in found.items():
         speeds = [one["requests_per_s"] for one in engine["rounds"]]
         waits = [one["ttft_ms"]["p95"] for one in engine["rounds"]]
-        later, later_wait = (statistics.median(each[1:] or [math.nan]) for each in (speeds, waits))
+        middles = [one["ttft_ms"]["p50"] for one in engine["rounds"]]
+        computed = [one["prompt_tokens"] - one["cached_tokens"] for one in engine["rounds"]]
+        later, later_wait, middle, work = (
+            statistics.median(each[1:] or [math.nan]) for each in (speeds, waits, middles, computed)
+        )
         rows.append(
             (
                 name,
@@ -238,9 +251,21 @@ def rounds_table(found: dict[str, Result]) -> str:
                 f"{speeds[0] / later:.3f}",
                 f"{waits[0]:.0f}",
                 f"{later_wait:.0f}",
+                f"{middle:.0f}",
+                f"{work:,.0f}",
             )
         )
-    heads = ("", "start s", "first round", "later rounds", "first / later", "p95 ms first", "later")
+    heads = (
+        "",
+        "start s",
+        "first round",
+        "later rounds",
+        "first / later",
+        "p95 ms first",
+        "later",
+        "median",
+        "computed",
+    )
     return table(heads, rows)
 
 

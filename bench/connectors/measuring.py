@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from connectors.child import serve
 from connectors.engine import Engine
@@ -15,7 +15,7 @@ class Measuring:
     ORDERS: ClassVar[tuple[str, ...]]
 
     def __init__(self) -> None:
-        self._engine: Engine | None = None
+        self._engine: Any = None  # an Engine, or one without a model
 
     def serve(self, descriptor: int) -> None:
         serve({name: getattr(self, name) for name in ("load", *self.ORDERS)}, descriptor)
