@@ -141,7 +141,8 @@ class Server:
     def wait_for(self, name: str, least: float, most: float = math.inf, **labels: str) -> None:
         """Until a metric lies there."""
         is_there = self.reaches(name, least, most, WAIT_SECONDS, **labels)
-        assert is_there, f"{name} is not {least}:\n{self.log[-3000:]}"
+        told = re.findall(r"^vllm:kvferry\S+ \S+$", self.get("/metrics"), re.M)
+        assert is_there, "\n".join([f"{name} is not {least}:", *told, self.log[-3000:]])
 
     def reaches(
         self,
