@@ -38,6 +38,7 @@ _MEAN_OF = 4  # gaps
 _SHARED_BY = 3  # that went on behind a node: fewer are edited questions
 _SAMPLES = 512
 _VICTIMS = 8  # of those looked at; a quarter at most
+_INSTANT = 1e-6  # seconds
 _LOOK_EVERY = 4  # requests, where those that were looked at last have not gone meanwhile
 _MOST_DUE = 1 << 14  # hints that wait to be judged
 
@@ -123,8 +124,8 @@ class Returns:
         self._due.clear()
 
     def _tick(self) -> float:
-        """The time, which never goes back."""
-        self._now = max(self._now, self._residents.now())
+        """The time, always later than before: of equal ages, the one asked for first is older."""
+        self._now = max(self._now + _INSTANT, self._residents.now())
         return self._now
 
     # -- requests and hints ---------------------------------------------------------------------
@@ -140,7 +141,7 @@ class Returns:
             self._learn(now)
         words = keys.array[:, 0].tobytes()
         path, num_known = tree.match(words)
-        if path and num_known < path[-1].end:
+        if path:
             path[-1] = tree.split(path[-1], num_known - path[-1].start)
         if num_known < num_blocks:
             last = path[-1] if path else tree.root

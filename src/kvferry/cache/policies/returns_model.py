@@ -66,6 +66,7 @@ _START = -3.0  # a chance of 5% in each bucket
 _MOST_LOGIT = 500.0  # beyond it numbers overflow
 _LEAST_SEEN, _LEAST_SEEN_WEIGHT, _MOST_SEEN = 1.0, 2.0, 200.0
 _HALF_LIFE = 1800.0
+_MOST_FADES = 100.0  # seconds, at each step of learning: of rare requests, few say too little
 
 NO_RECORD = -1
 _RECORDS = 1 << 15
@@ -156,7 +157,7 @@ class ReturnModel:
 
     def learn(self, now: float) -> None:
         """Learn of every bucket of age that a record has passed since the last call."""
-        kept = 0.5 ** (max(0.0, now - self._learned_at) / _HALF_LIFE)
+        kept = 0.5 ** (min(max(0.0, now - self._learned_at), _MOST_FADES) / _HALF_LIFE)
         self._learned_at = now
         np.clip(self._base_seen * kept, _LEAST_SEEN, _MOST_SEEN, out=self._base_seen)
         np.clip(self._weight_seen * kept, _LEAST_SEEN_WEIGHT, _MOST_SEEN, out=self._weight_seen)

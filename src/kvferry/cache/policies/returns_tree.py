@@ -46,10 +46,6 @@ class Node:
     hint: int = NO_HINT
     told: Evidence | None = None  # and was not judged yet
 
-    @property
-    def end(self) -> int:
-        return self.start + len(self.words) // WORD
-
 
 def _num_same(some: bytes, others: bytes) -> int:
     """How many blocks are the same at the beginning of both."""
@@ -117,6 +113,8 @@ class RequestTree:
         upper.children[node.words[size : size + WORD]] = node
         upper.turn, upper.gap, upper.new_tokens = node.turn, node.gap, node.new_tokens
         upper.ways = 1
+        if 3 * (len(node.words) - size) <= size:  # nearly all of it is asked for again
+            upper.record, node.record = node.record, NO_RECORD
         self.time[upper.id], self.row[upper.id] = self.time[node.id], self.row[node.id]
         node.words, node.start, node.parent = node.words[size:], node.start + count, upper
         slots = node.slots
@@ -136,7 +134,7 @@ class RequestTree:
             self._num_blocks += len(words) // WORD
             return node
         node.ways += 1
-        return self._new(words, node.end, node)
+        return self._new(words, node.start + len(node.words) // WORD, node)
 
     def forget(self) -> None:
         """Let go of what was longest not asked for, as far as there is too much."""
@@ -177,7 +175,7 @@ class RequestTree:
         """Where the blocks behind a slot belong: a node, and how many blocks of it come before."""
         if slot != NO_SLOT:
             node, position = self.nodes[self._of.item(slot)], self._position.item(slot) + 1
-            if node.parent is not None and node.start < position <= node.end:
+            if node.parent is not None and 0 < position - node.start <= len(node.words) // WORD:
                 return node, position - node.start
         return self.root, 0
 
