@@ -129,11 +129,10 @@ class ReturnsMachine(RuleBasedStateMachine):
         inside: list[int] = []
         for node in tree.nodes:
             assert tree.nodes[node.id] is node
-            end = node.start + len(node.words) // WORD
             for first, child in node.children.items():
                 assert child.words.startswith(first)
                 assert child.parent is node
-                assert child.start == end
+                assert child.start == node.end
             slots = node.slots.tolist()
             assert (node in tree.holding) == bool(slots)
             if slots:
@@ -141,7 +140,7 @@ class ReturnsMachine(RuleBasedStateMachine):
                 places = tree._position[node.slots].tolist()
                 assert places == sorted(places)
                 assert node.start <= places[0]
-                assert places[-1] < end
+                assert places[-1] < node.end
                 words = self.pool.table.index.keys_of(node.slots).array[:, 0].tobytes()
                 at = [WORD * (place - node.start) for place in places]
                 assert words == b"".join(node.words[first : first + WORD] for first in at)

@@ -265,7 +265,7 @@ class Returns:
             slots = np.array([node.slots[-1] for node in islice(tree.holding, _SAMPLES)], np.int64)
         picks = tree.losing(slots)
         if not len(picks):  # hardly any node ends here
-            picks = tree.losing(self._chance.integers(num_slots, size=_SAMPLES**2))
+            picks = tree.losing(self._chance.integers(num_slots, size=8 * _SAMPLES))
         if not len(picks):
             picks = tree.losing(np.arange(num_slots))
         ages = self._tick() - tree.time.take(picks)

@@ -46,6 +46,10 @@ class Node:
     hint: int = NO_HINT
     told: Evidence | None = None  # and was not judged yet
 
+    @property
+    def end(self) -> int:
+        return self.start + len(self.words) // WORD
+
 
 def _num_same(some: bytes, others: bytes) -> int:
     """How many blocks are the same at the beginning of both."""
@@ -134,7 +138,7 @@ class RequestTree:
             self._num_blocks += len(words) // WORD
             return node
         node.ways += 1
-        return self._new(words, node.start + len(node.words) // WORD, node)
+        return self._new(words, node.end, node)
 
     def forget(self) -> None:
         """Let go of what was longest not asked for, as far as there is too much."""
@@ -175,7 +179,7 @@ class RequestTree:
         """Where the blocks behind a slot belong: a node, and how many blocks of it come before."""
         if slot != NO_SLOT:
             node, position = self.nodes[self._of.item(slot)], self._position.item(slot) + 1
-            if node.parent is not None and 0 < position - node.start <= len(node.words) // WORD:
+            if node.parent is not None and node.start < position <= node.end:
                 return node, position - node.start
         return self.root, 0
 
