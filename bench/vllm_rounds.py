@@ -15,11 +15,11 @@ memory, side by side on the card, round by round in turn:
 --other adds the kvferry of another checkout (one from before a change, say). --cpu does it with a
 tiny model and no GPU; its figures mean nothing. Exits with 77 without a GPU or a vLLM.
 
-    PYTHONPATH=src python bench/vllm_rounds.py --section first --conversations 24 --modelless
+    PYTHONPATH=src python bench/vllm_rounds.py --conversations 24 --pool 16 --modelless
 
---modelless leaves the model out of ``first`` and needs no GPU: vLLM's own scheduler makes the
-steps, each as long as on an H200. It says how many tokens are computed and when answers begin; it
-knows nothing of how copies and the model slow each other down. kvferry alone.
+--modelless leaves the model out and needs no GPU: vLLM's own scheduler makes the steps, and steps
+and copies take as long as on an H200. It says how many tokens are computed and when answers begin;
+it knows nothing of how copies and the model slow each other down. kvferry alone.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def main() -> int:
         return SKIPPED
     facts = provenance("bench/vllm_rounds.py", needs_gpu=not (args.cpu or args.modelless))
     data: Result = {"provenance": facts, "errors": []}
-    for section in ("first",) if args.modelless else args.section or SECTIONS:
+    for section in args.section or SECTIONS:
         said = partial(keep, args.json, data, section)
         try:
             measure(args, section, said)
@@ -207,7 +207,8 @@ def cases(args: argparse.Namespace, section: str) -> dict[str, RoundsCase]:
         case = replace(case, pool_bytes=64 * MiB, device_bytes=int(2.5 * MiB), load=load)
         case = replace(case, prompt_tokens=960, num_prompts=4)
     if args.modelless:
-        case = replace(case, is_modelless=True, pool_bytes=512 * MiB)
+        step_seconds = 0.02 if first else 0.006
+        case = replace(case, is_modelless=True, pool_bytes=512 * MiB, step_seconds=step_seconds)
     found = {"kvferry": case}
     if args.other:
         found[OTHER] = case

@@ -4,6 +4,7 @@ What a connector's hooks cost depends on the steps vLLM makes, not on what they 
 steps are vLLM's and the forward pass is left out; ``model_time`` lets the clock say that it took as
 long as it would on a GPU. With a ``pace``, each step really takes that long, and the next one is
 planned meanwhile, as vLLM does by default: then what is found depends on when copies end.
+``slow_copies`` makes these take their time, too.
 """
 
 from __future__ import annotations
@@ -182,6 +183,16 @@ class Modelless:
         request = self.scheduler.requests[name]
         return [_TOKEN] if request.num_computed_tokens >= request.num_tokens else []
 
+    def run(self, prompt: list[int], max_tokens: int) -> Live:
+        """One request alone, to its last token."""
+        live = self.add(prompt, max_tokens)
+        while not live.done:
+            self.step()
+        return live
+
+    def settle(self, _: Sequence[list[int]] = ()) -> None:
+        rest(self)
+
     def forget(self, _: Sequence[list[int]] = ()) -> None:
         """Drop the device's prefix cache, not the connector's."""
         rest(self)
@@ -206,3 +217,17 @@ def rest(engine: Any) -> None:
     while engine.core.scheduler.has_requests() and time.perf_counter() < end:
         engine.step()
         time.sleep(1e-4)
+
+
+def slow_copies(block_seconds: float) -> None:
+    """Let kvferry's copies in this process take so long for each block, in either direction."""
+    from kvferry.transfer.engine.cpu import CpuEngine
+    from kvferry.types import Transfer
+
+    copy = CpuEngine._copy
+
+    def slowly(self: CpuEngine, transfer: Transfer) -> None:
+        time.sleep(block_seconds * len(transfer.src_slots))
+        copy(self, transfer)
+
+    CpuEngine._copy = slowly  # type: ignore[method-assign]

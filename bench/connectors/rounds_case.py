@@ -15,11 +15,11 @@ from connectors.first_tokens import others
 from connectors.hooks import thread_seconds
 from connectors.loads import Load, difference, new_tokens, run_load
 from connectors.measuring import Measuring
-from connectors.modelless import Modelless
+from connectors.modelless import Modelless, slow_copies
 
 GROWN_AFTER = 60.0
-STEP_SECONDS, TOKEN_SECONDS = 0.02, 25e-6
-"""Without a model: what a step takes at least, and for each token, with 24 clients on an H200."""
+TOKEN_SECONDS, BYTES_PER_SECOND = 25e-6, 51e9
+"""Without a model: what a step takes for each token, and the speed of copies, on an H200."""
 
 _collections: list[tuple[float, float]] = []
 """When Python's garbage collector began, and the milliseconds it took."""
@@ -38,6 +38,8 @@ class RoundsCase:
     prompt_tokens: int
     num_prompts: int
     is_modelless: bool = False
+    step_seconds: float = 0.02
+    """Without a model: what a step takes at least. More requests than CUDA graphs are for: 0.02."""
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -60,12 +62,14 @@ class RoundsMeasurer(Measuring):
         """As a server starts: nothing is warmed up but by vLLM itself."""
         case = self._case
         if case.is_modelless:
+            block_bytes = shape_of(case.shape).block_bytes
+            slow_copies(block_bytes / BYTES_PER_SECOND)
             self._engine = Modelless(
                 case.connector,
-                num_blocks=case.device_bytes // shape_of(case.shape).block_bytes,
+                num_blocks=case.device_bytes // block_bytes,
                 pool_bytes=case.pool_bytes,
                 num_requests=case.load.num_clients,
-                pace=lambda num_tokens: max(STEP_SECONDS, TOKEN_SECONDS * num_tokens),
+                pace=lambda num_tokens: max(case.step_seconds, TOKEN_SECONDS * num_tokens),
             )
             return 0.0
         self._engine = Engine(
@@ -124,7 +128,7 @@ class RoundsMeasurer(Measuring):
         steps = [self.engine.steps_ms[slice(*one.steps)] for one in served]
         return {
             "requests_per_s": len(served) / seconds,
-            "gb_per_s": cached * self.engine.shape.token_bytes / seconds / 1e9,
+            "gb_per_s": cached * shape_of(self._case.shape).token_bytes / seconds / 1e9,
             "cached": cached / sum(len(one.prompt) for one in served),
             "ttft_ms": statistics.median(waits),
             "all_ttft_ms": waits,
