@@ -77,7 +77,7 @@ class Snapshot:
     disks: Mapping[str, DiskFigures] = field(default_factory=dict)
 
 
-Values = float | None | Mapping[Any, float]
+Values = float | None | dict[Any, float]
 """A metric's value, None while unknown, or a value for each label value or tuple of them."""
 
 
@@ -154,7 +154,7 @@ _READ: dict[str, Read] = {
         for tier, pool in s.stats.pools.items()
         for state in STATES
     },
-    "slot_bytes": lambda s: s.slot_bytes,
+    "slot_bytes": lambda s: {**s.slot_bytes},
     "tier_unavailable": lambda s: {t: int(bool(why)) for t, why in s.stats.ailments.items()},
     "pinned_bytes": lambda s: s.pinned_bytes,
 }
@@ -310,7 +310,7 @@ def samples(snapshot: Snapshot) -> Iterator[Sample]:
     """Yield every metric's values, in the catalog's order. Known label values start at zero."""
     for metric in _ALL:
         found = metric.read(snapshot)
-        if isinstance(found, Mapping):
+        if isinstance(found, dict):
             for labels, value in found.items():
                 yield Sample(metric, (labels,) if isinstance(labels, str) else labels, value)
         elif found is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -46,7 +45,7 @@ def figures(snapshot: Snapshot) -> Figures:
     flat: Figures = {}
     for name, metric in EXPORTED.items():  # as ``samples``, without an object for each
         found = metric.read(snapshot)
-        if isinstance(found, Mapping):
+        if isinstance(found, dict):
             for labels, value in found.items():
                 parts = (labels,) if isinstance(labels, str) else labels
                 flat[SEPARATOR.join((name, *parts))] = float(value)
