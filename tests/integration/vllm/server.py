@@ -141,8 +141,9 @@ class Server:
     def wait_for(self, name: str, least: float, most: float = math.inf, **labels: str) -> None:
         """Until a metric lies there."""
         is_there = self.reaches(name, least, most, WAIT_SECONDS, **labels)
-        told = re.findall(r"^vllm:kvferry\S+ \S+$", self.get("/metrics"), re.M)
-        assert is_there, "\n".join([f"{name} is not {least}:", *told, self.log[-3000:]])
+        if not is_there:
+            told = re.findall(r"^vllm:kvferry.*$", self.get("/metrics"), re.M)
+            raise AssertionError("\n".join([f"{name} is not {least}:", *told, self.log[-3000:]]))
 
     def reaches(
         self,

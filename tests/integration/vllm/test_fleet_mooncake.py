@@ -75,8 +75,6 @@ def test_two_servers_share_a_store_whose_master_dies_and_comes_back(
     expect, llama, master, servers, at_once
 ):
     first, second = servers
-    for server in servers:  # what is stored before the store answers is not written to it
-        server.wait_for(AWAY, 0, most=0, tier="remote")
     prompts = make_prompts(81, *[200] * PROMPTS)
     expected = expect(llama, prompts)
     assert [first.tokens(prompt) for prompt in prompts] == expected

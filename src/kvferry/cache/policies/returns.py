@@ -38,7 +38,7 @@ _MEAN_OF = 4  # gaps
 _SHARED_BY = 3  # that went on behind a node: fewer are edited questions
 _SAMPLES = 512
 _VICTIMS = 8  # of those looked at; a quarter at most
-_INSTANT = 1e-6  # seconds
+_INSTANT = 1e-6  # seconds between two readings of the clock, if it stands still
 _LOOK_EVERY = 4  # requests, where those that were looked at last have not gone meanwhile
 _MOST_DUE = 1 << 14  # hints that wait to be judged
 
@@ -124,7 +124,7 @@ class Returns:
         self._due.clear()
 
     def _tick(self) -> float:
-        """The time, always later than before: of equal ages, the one asked for first is older."""
+        """Return a time later than all before, so that no two requests have the same age."""
         self._now = max(self._now + _INSTANT, self._residents.now())
         return self._now
 

@@ -66,7 +66,7 @@ _START = -3.0  # a chance of 5% in each bucket
 _MOST_LOGIT = 500.0  # beyond it numbers overflow
 _LEAST_SEEN, _LEAST_SEEN_WEIGHT, _MOST_SEEN = 1.0, 2.0, 200.0
 _HALF_LIFE = 1800.0
-_MOST_FADES = 100.0  # seconds, at each step of learning: of rare requests, few say too little
+_MOST_FADES = 100.0  # seconds of fading in one step of learning: requests may be rare
 
 NO_RECORD = -1
 _RECORDS = 1 << 15

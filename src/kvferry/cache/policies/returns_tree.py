@@ -117,7 +117,7 @@ class RequestTree:
         upper.children[node.words[size : size + WORD]] = node
         upper.turn, upper.gap, upper.new_tokens = node.turn, node.gap, node.new_tokens
         upper.ways = 1
-        if 3 * (len(node.words) - size) <= size:  # nearly all of it is asked for again
+        if 3 * (len(node.words) - size) <= size:  # most of it has returned
             upper.record, node.record = node.record, NO_RECORD
         self.time[upper.id], self.row[upper.id] = self.time[node.id], self.row[node.id]
         node.words, node.start, node.parent = node.words[size:], node.start + count, upper

@@ -149,7 +149,7 @@ class QueuePolicy:
     def first(self, *queues: Queue) -> int | None:
         """Return the first block of these queues that can be evicted: none that stays follows it.
 
-        Blocks that cannot move to the end of their queue: the next call examines others first.
+        Blocks that cannot be evicted move to the end of their queue: later calls start with others.
         """
         for queue in queues:
             for _ in range(0, len(queue), _LOOK):

@@ -70,7 +70,7 @@ class RequestState:
         self._began: tuple[float, int] | None = None
 
     def lacks_blocks(self) -> bool:
-        """Whether the engine has given the request no device blocks, and nothing else holds it."""
+        """Whether the request waits for device blocks, and not for a load or a lower tier."""
         return not self.has_blocks and self.ours.state in (State.UNKNOWN, State.MATCHED)
 
     def time_prefill(self) -> tuple[int, float] | None:
@@ -370,7 +370,7 @@ class Serving:
             if state is not None and state.theirs.num_preemptions != state.preemptions:
                 self._note_preemption(state)
         num_quiet = self._store_running(scheduled)
-        if not scheduled and self._rests.num_held:  # requests that cannot run need blocks
+        if not scheduled and self._rests.num_held:  # a waiting request may need the held blocks
             self._rests.is_wanted |= any(map(RequestState.lacks_blocks, self._requests.values()))
         if self._rests and (held := scheduler.store_left(is_idle=not scheduled)):
             self._hold(held)
